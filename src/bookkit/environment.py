@@ -1,0 +1,61 @@
+"""The one environment in which stored outputs are made and compared.
+
+A number printed by a chapter must come out the same on the next machine. Three things move last digits: the number of
+threads (sums split differently), the instruction set (a wider vector adds in another order), and settings a reader
+keeps in a home folder. All three are fixed here, for `bookkit.execute` and for the comparison in `tests/book` alike.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# One thread: with two, sums over many elements differ in their last bits, and two notebooks at a time starve each
+# other of their cores.
+_THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+
+# AVX2 is the widest instruction set that every x86 machine of the last ten years has. Without the pin torch, MKL,
+# oneDNN and numpy pick AVX-512 where they find it, and one result in six differs in its last bits.
+_X86 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_CBWR": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "OPENBLAS_CORETYPE": "Haswell",
+    "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
+}
+
+_QUIET = {
+    "PYTHONHASHSEED": "0",
+    "TQDM_DISABLE": "1",  # a progress bar prints a rate, which is never the same twice
+    "HF_HUB_OFFLINE": "1",  # a chapter never fetches anything
+    "COLUMNS": "80",
+    "TZ": "UTC",
+}
+
+# Each of these would change what a chapter prints or draws. MPLBACKEND=agg in particular takes every figure away: the
+# kernel chooses its inline backend only where none is named.
+_UNSET = ("MPLBACKEND", "MATPLOTLIBRC", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONOPTIMIZE", "FORCE_COLOR")
+
+
+def pinned(environ: Mapping[str, str], machine: str | None = None) -> dict[str, str]:
+    """Return a copy of `environ` with everything fixed that stored outputs depend on.
+
+    `machine` is the processor's name as `platform.machine()` gives it (the default); the instruction set is pinned on
+    x86 only, where the settings exist. Settings of IPython and matplotlib are read from `_build`, not from the home
+    folder, so that a reader's own style does not change a picture.
+    """
+    machine = platform.machine() if machine is None else machine
+    fixed = {name: value for name, value in environ.items() if name not in _UNSET}
+    fixed.update(_THREADS)
+    fixed.update(_QUIET)
+    if machine.lower() in {"x86_64", "amd64"}:
+        fixed.update(_X86)
+    fixed["IPYTHONDIR"] = str(ROOT / "_build" / "ipython")
+    fixed["MPLCONFIGDIR"] = str(ROOT / "_build" / "matplotlib")
+    source = str(ROOT / "src")
+    paths = [path for path in environ.get("PYTHONPATH", "").split(":") if path and path != source]
+    fixed["PYTHONPATH"] = ":".join([source, *paths])
+    return fixed
