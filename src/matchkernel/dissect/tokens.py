@@ -1,0 +1,64 @@
+"""A text cut into the pieces that a model reads."""
+
+import re
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The pieces of one text, the model's own marks included (BERT: [CLS] first, [SEP] last).
+
+    Attributes:
+        source: the text itself.
+        ids: (n,) int64, the pieces' numbers in the vocabulary.
+        text: the n pieces as strings; a piece that continues a word begins with ``##``.
+        spans: for each piece the (start, end) characters of `source` that it came from; (0, 0) for a mark.
+    """
+
+    source: str
+    ids: Tensor
+    text: list[str]
+    spans: list[tuple[int, int]]
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __repr__(self) -> str:
+        return f"Tokens({len(self)}: {' '.join(self.text)})"
+
+    def find_all(self, words: str) -> list[list[int]]:
+        """Positions of the pieces of every occurrence of a word, a phrase or a mark such as "[CLS]".
+
+        Whole words only, upper and lower case alike. An empty list when there is none.
+        """
+        marks = [
+            [i]
+            for i, (piece, span) in enumerate(zip(self.text, self.spans, strict=True))
+            if piece == words and span[0] == span[1]
+        ]
+        if marks or not words.strip():
+            return marks
+        # \b would miss words that begin or end in punctuation, such as "C++".
+        whole = re.compile(rf"(?<!\w){re.escape(words.strip())}(?!\w)", re.IGNORECASE)
+        return [
+            [i for i, (start, end) in enumerate(self.spans) if start < end and start < hit.end() and end > hit.start()]
+            for hit in whole.finditer(self.source)
+        ]
+
+    def find(self, words: str, occurrence: int = 0) -> list[int]:
+        """Positions of the pieces of one occurrence of a word or a phrase, the first unless told otherwise.
+
+        ``tokens.find("overloaded")`` is a list because a word may be cut into several pieces.
+
+        Raises:
+            ValueError: the text has no such occurrence; the message lists the pieces it does have.
+        """
+        found = self.find_all(words)
+        if not -len(found) <= occurrence < len(found):
+            raise ValueError(
+                f"{words!r} occurs {len(found)} times in the text, so there is no occurrence {occurrence}; "
+                f"its pieces are {self.text}"
+            )
+        return found[occurrence]
