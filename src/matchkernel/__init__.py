@@ -1,0 +1,27 @@
+"""Attention with any match kernel, any normaliser and any mask: exact, and fused where a fused kernel exists."""
+
+from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
+from .kernels import Bilinear, Cosine, Dot, DotKernel, MatchKernel, ScaledDot, squared_distance
+from .normalizers import Normalizer, ScalableSoftmax, SinkSoftmax, Softmax
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bilinear",
+    "Cosine",
+    "Dot",
+    "DotKernel",
+    "Explanation",
+    "MatchKernel",
+    "Normalizer",
+    "ScalableSoftmax",
+    "ScaledDot",
+    "SinkSoftmax",
+    "Softmax",
+    "attend",
+    "explain",
+    "scaled_dot_product_attention",
+    "scores",
+    "squared_distance",
+    "weights",
+]

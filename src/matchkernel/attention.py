@@ -1,0 +1,227 @@
+"""Attention with any match kernel: check the call, choose an engine, run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._validate import build_problem
+from .engines import Engine, Fused, Problem, Reference
+from .kernels.base import MatchKernel
+from .kernels.dot import Dot, ScaledDot
+from .normalizers import Normalizer
+
+_REFERENCE = Reference()
+_BY_NAME: dict[str, Engine] = {engine.name: engine for engine in (Fused(), _REFERENCE)}
+"""In the order in which "auto" asks them; the reference refuses nothing and stands last."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which engine runs a call and why, and what it costs: counted, not measured.
+
+    `flops` counts multiplications and additions, None when the kernel does not say what a pair costs. `bytes` are read
+    and written at least once; `peak_bytes` is the most held at a time beside the inputs. `exact` is False for an
+    engine that approximates, `compiled` True for one that torch.compile has built.
+    """
+
+    engine: str
+    reason: str
+    exact: bool
+    compiled: bool
+    flops: int | None
+    bytes: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        kind = "exact" if self.exact else "approximate"
+        flops = "uncounted operations" if self.flops is None else f"{_short(self.flops, 1000)}FLOP"
+        return (
+            f"{self.engine}: {self.reason}\n"
+            f"{kind}, {flops}, {_short(self.bytes, 1024)}B of traffic, {_short(self.peak_bytes, 1024)}B held beside the
+            inputs"
+        )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel: MatchKernel | None = None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    normalizer: Normalizer | None = None,
+    query_position: Tensor | None = None,
+    key_position: Tensor | None = None,
+    dropout: float = 0.0,
+    engine: str = "auto",
+) -> Tensor:
+    """Each query's average of the values, weighted by how well the kernel matches it to each key.
+
+    out_i = Σ_j α_ij v_j,  α_i = normalizer(s_i),  s_ij = kernel(q_i, k_j)
+
+    Args:
+        q: (…, n, d). k: (…, m, d_k). v: (…, m, d_v). One dtype; leading dimensions broadcast, and q may have a
+        multiple of
+            k's heads at dimension −3 (query head h uses key head h // group).
+        kernel: any MatchKernel; `ScaledDot()` by default, which is softmax(q kᵀ/√d) v.
+        mask: broadcasts to (…, n, m). Bool: True = may attend. Floating: added to the score, after temperature and
+        length
+            scaling. Integers are refused.
+        causal: a query attends to no key with a later position. With default positions this is aligned to the end: the
+            last query sees every key.
+        window: w for |i − j| < w, or (left, right) as in flash-attention, −1 for no limit.
+        normalizer: `Softmax()` by default.
+        query_position, key_position: (…, n) and (…, m); 0 … m−1 for the keys and the last n of them for the queries by
+            default. They decide causal order and windows, and the kernel's encoders see them.
+        dropout: probability of dropping a weight, the others scaled up.
+        engine: "auto", or a name; a named engine runs or raises, and never hands over to another.
+
+    Returns:
+        (…, n, d_v) in the inputs' dtype. A query that may attend to nothing gets zeros, and zero gradients. A NaN in a
+        key or value that no query may attend to does not reach the output.
+
+    Raises:
+        TypeError, ValueError: naming the argument, its shape or dtype and what was expected; ValueError also when a
+        named
+            engine cannot run the call, with its reason.
+
+    Cost: O(n m) time. O(n) memory where the fused engine runs, O(n m) on the reference: see `explain`.
+    Source: Vaswani et al. 2017, eq. 1, for the default; Tsai et al. 2019, eq. 2, for the general form.
+    """
+    problem = build_problem(
+        q, k, v, kernel, mask=mask, causal=causal, window=window, normalizer=normalizer,
+        query_position=query_position, key_position=key_position, dropout=dropout,
+    )  # fmt: skip
+    return _choose(problem, engine)[0].run(problem)
+
+
+def weights(
+    q: Tensor,
+    k: Tensor,
+    kernel: MatchKernel | None = None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    normalizer: Normalizer | None = None,
+    query_position: Tensor | None = None,
+    key_position: Tensor | None = None,
+) -> Tensor:
+    """The table of weights α (…, n, m) that `attend` multiplies the values with. Dense: for people who look."""
+    problem = build_problem(
+        q, k, k, kernel, mask=mask, causal=causal, window=window, normalizer=normalizer,
+        query_position=query_position, key_position=key_position,
+    )  # fmt: skip
+    return _REFERENCE.weights(problem)
+
+
+def scores(
+    q: Tensor,
+    k: Tensor,
+    kernel: MatchKernel | None = None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    query_position: Tensor | None = None,
+    key_position: Tensor | None = None,
+) -> Tensor:
+    """The table of scores s (…, n, m), before any normaliser: a float mask added, −inf where a query may not attend."""
+    problem = build_problem(
+        q, k, k, kernel, mask=mask, causal=causal, window=window, normalizer=None,
+        query_position=query_position, key_position=key_position,
+    )  # fmt: skip
+    return _REFERENCE.masked_scores(problem)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel: MatchKernel | None = None,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    normalizer: Normalizer | None = None,
+    query_position: Tensor | None = None,
+    key_position: Tensor | None = None,
+    dropout: float = 0.0,
+    engine: str = "auto",
+) -> Explanation:
+    """Which engine `attend` would run for the same arguments, why, and its cost; nothing is computed."""
+    problem = build_problem(
+        q, k, v, kernel, mask=mask, causal=causal, window=window, normalizer=normalizer,
+        query_position=query_position, key_position=key_position, dropout=dropout,
+    )  # fmt: skip
+    chosen, reason = _choose(problem, engine)
+    cost = chosen.cost(problem)
+    return Explanation(chosen.name, reason, chosen.exact, False, cost.flops, cost.bytes, cost.peak_bytes)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    kernel: MatchKernel | None = None,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, with any match kernel in the place of the scaled dot product.
+
+    Argument names and conventions are torch's: a causal order aligned to the start, grouped heads only when asked for,
+    and not `attn_mask` together with `is_causal`. `scale` multiplies the plain dot product as in torch, or the score
+    of `kernel` when one is given.
+    """
+    if is_causal and attn_mask is not None:
+        raise ValueError("attn_mask and is_causal: torch takes one of them; attend() takes both")
+    if not enable_gqa and query.dim() > 2 and key.dim() > 2 and query.shape[-3] != key.shape[-3]:
+        if 1 not in (query.shape[-3], key.shape[-3]):
+            raise ValueError(
+                f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}: pass enable_gqa=True for grouped
+                heads"
+            )
+    n, m = query.shape[-2], key.shape[-2]
+    if kernel is None:
+        kernel = ScaledDot() if scale is None else scale * Dot()
+    elif scale is not None:
+        kernel = scale * kernel
+    start = None if n == m or not is_causal else torch.arange(n, device=query.device)
+    return attend(
+        query, key, value, kernel, mask=attn_mask, causal=is_causal,
+        query_position=start, dropout=dropout_p,
+    )  # fmt: skip
+
+
+def _choose(problem: Problem, name: str) -> tuple[Engine, str]:
+    if name == "auto":
+        refusals: list[str] = []
+        for engine in _BY_NAME.values():
+            refusal = engine.refuse(problem)
+            if refusal is None:
+                return engine, "; ".join([*refusals, engine.reason(problem)])
+            refusals.append(f"not {engine.name} ({refusal})")
+    if name not in _BY_NAME:
+        raise ValueError(f'engine={name!r}: expected "auto" or one of {", ".join(map(repr, _BY_NAME))}')
+    engine = _BY_NAME[name]
+    refusal = engine.refuse(problem)
+    if refusal is not None:
+        raise ValueError(f"engine={name!r} cannot run this call: {refusal}")
+    return engine, f"asked for by name; {engine.reason(problem)}"
+
+
+def _short(count: float, base: int) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if count < base:
+            return f"{count:.3g} {unit if base == 1000 or not unit else unit.upper() + 'i'}"
+        count /= base
+    return f"{count:.3g} {'P' if base == 1000 else 'Pi'}"

@@ -1,0 +1,46 @@
+"""The one place that touches torch's private operators: its fused attention on CPU, with the log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten: Any = torch.ops.aten
+_forward = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_backward = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+
+def available(device: torch.device) -> bool:
+    """Whether this version of torch has the operators, for tensors on `device`."""
+    return device.type == "cpu" and _forward is not None and _backward is not None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output (b, h, n, d) and log-sum-exp (b, h, n) of softmax(scale · q kᵀ + bias) v; 0 and 0 for a row of −inf."""
+    assert _forward is not None
+    out, logsumexp = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return out, logsumexp
+
+
+def backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, given the gradient of the output."""
+    assert _backward is not None
+    dq, dk, dv = _backward(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
+    return dq, dk, dv
+
+
+def chosen_backend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> int:
+    """Which kernel torch's public call would run: 0 is the dense one, anything above is fused."""
+    return int(torch._fused_sdp_choice(q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]))

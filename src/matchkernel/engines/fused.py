@@ -1,0 +1,169 @@
+"""The fused engine: any DotKernel through torch's scaled_dot_product_attention, O(n) memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..kernels.base import DotKernel
+from ..normalizers import SoftmaxFamily
+from . import _torch_private
+from ._fused_function import FusedAttention, PublicFusedAttention, public
+from .problem import Cost, Problem, product_flops, traffic, zero_where_not
+
+
+class Fused:
+    """Encodes once per token, then one call of the fused kernel; temperature and length scaling ride on scale and
+    query.
+
+    The sink's extra logit needs the log-sum-exp of each row, which comes with the fused result. The first derivative is
+    fused as well; a second one recomputes densely.
+    """
+
+    name = "fused"
+    exact = True
+
+    def refuse(self, problem: Problem) -> str | None:
+        q, v, normalizer = problem.q, problem.v, problem.normalizer
+        if not isinstance(problem.kernel, DotKernel):
+            return f"{problem.kernel!r} is not a DotKernel: its score is not an inner product of encodings"
+        if not isinstance(normalizer, SoftmaxFamily):
+            return f"{type(normalizer).__name__} is not a softmax"
+        if problem.dropout:
+            return "dropout leaves torch's fused kernel"
+        bias = problem.visibility.bias
+        if bias is not None and bias.requires_grad:
+            return "a mask that needs a gradient leaves torch's fused kernel"
+        if 0 in (problem.pairs, q.shape[-1], v.shape[-1]):
+            return "there is nothing to compute: a length or a width is 0"
+        private = _torch_private.available(q.device) and not torch.compiler.is_compiling()
+        if not private and type(normalizer).remainder is not SoftmaxFamily.remainder:
+            return (
+                f"{type(normalizer).__name__} needs each row's log-sum-exp, which only torch's private CPU call returns"
+            )
+        return None
+
+    def run(self, problem: Problem) -> Tensor:
+        kernel, normalizer, place = problem.kernel, problem.normalizer, problem.visibility
+        assert isinstance(kernel, DotKernel)
+        q, k, v = problem.hide()
+        q, k = kernel.encode(q, k, place.query_position, place.key_position, up_to_row_shift=normalizer.shift_invariant)
+        scale = kernel.scale(q.shape[-1])
+        factor = normalizer.factor(place.visible if normalizer.counts_keys else None, q)
+        if isinstance(factor, Tensor):
+            q = (q.to(problem.wide) * factor).to(problem.q.dtype)
+        else:
+            scale = scale * factor
+        width = v.shape[-1]
+        q, k, v = (_fold(x, problem) for x in _same_width(q, k, v))
+        out, logsumexp = _attend(q, k, v, problem, scale)
+        out = out[..., :width]
+        remainder = normalizer.remainder(_unfold(logsumexp, problem, 1)) if logsumexp is not None else None
+        out = _unfold(out, problem, 2)
+        if remainder is not None:
+            out = out * remainder.unsqueeze(-1).to(out.dtype)
+        sees = place.query_sees
+        return out if sees is None else zero_where_not(sees, out)
+
+    def cost(self, problem: Problem) -> Cost:
+        place, size = problem.visibility, problem.q.element_size()
+        pairs = problem.pairs
+        if place.causal and place.aligned:
+            pairs -= problem.batch.numel() * place.queries * (place.queries - 1) // 2
+        width = max(problem.q.shape[-1], problem.v.shape[-1])
+        rows = problem.batch.numel() * place.queries
+        # Output and log-sum-exp, one copy of whatever had to be padded or encoded, and a dense mask where one is
+        # needed.
+        held = rows * (width * size + 4) + (problem.q.numel() + problem.k.numel()) * size
+        mask = _bias(problem)[0]
+        held += 0 if mask is None else mask.numel() * mask.element_size()
+        return Cost(product_flops(problem, pairs), traffic(problem), held)
+
+    def reason(self, problem: Problem) -> str:
+        return f"{problem.kernel!r} is an inner product of encodings, so torch's fused kernel computes it"
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float) -> tuple[Tensor, Tensor | None]:
+    """Output and, from the private operators, log-sum-exp, for folded tensors."""
+    n, m = problem.visibility.queries, problem.visibility.keys
+    bias, causal = _bias(problem)
+    if causal and n > m:
+        # The first n − m queries stand before every key: they see nothing.
+        out, logsumexp = _call(q[..., n - m :, :], k, v, bias, True, scale)
+        return pad(out, (0, 0, n - m, 0)), None if logsumexp is None else pad(logsumexp, (n - m, 0))
+    return _call(q, k, v, bias, causal, scale)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    if torch.compiler.is_compiling():
+        return public(q, k, v, bias, causal, scale), None
+    if _torch_private.available(q.device):
+        out, logsumexp = FusedAttention.apply(q, k, v, bias, causal, scale)  # type: ignore[no-untyped-call]
+        return out, logsumexp
+    return PublicFusedAttention.apply(q, k, v, bias, causal, scale), None  # type: ignore[no-untyped-call]
+
+
+def _bias(problem: Problem) -> tuple[Tensor | None, bool]:
+    """A float mask in the shape that the fused kernel takes, and whether its own causal order is used."""
+    place = problem.visibility
+    n, m = place.queries, place.keys
+    # torch's causal flag is aligned to the start, ours to the end: they agree on a square, and one last query sees all.
+    square = place.causal and place.aligned and place.window is None and (n >= m or n == 1)
+    one_row = place.mask is None or place.mask.dim() < 2 or place.mask.shape[-2] == 1
+    joint = _torch_private.available(problem.q.device) and not torch.compiler.is_compiling()
+    if square and (place.mask is None or (one_row and joint)):
+        return (None if place.mask is None else _additive(place.mask, problem)), n > 1
+    if place.allowed is None:
+        return None, False
+    if place.bias is None:
+        return _additive(place.allowed, problem), False
+    dtype = problem.q.dtype
+    if place.by_position is None:
+        return _additive(place.bias, problem), False
+    return _four(torch.where(place.by_position, place.bias.to(dtype), float("-inf")), problem), False
+
+
+def _additive(mask: Tensor, problem: Problem) -> Tensor:
+    dtype = problem.q.dtype
+    if mask.dtype != torch.bool:
+        return _four(mask.detach().to(dtype), problem)
+    zeros = torch.zeros((), dtype=dtype, device=mask.device)
+    return _four(torch.where(mask, zeros, float("-inf")), problem)
+
+
+def _four(bias: Tensor, problem: Problem) -> Tensor:
+    """The mask (…, n | 1, m) with exactly two leading dimensions, as the folded tensors have."""
+    bias = (
+        bias.expand(*bias.shape[:-1], problem.visibility.keys) if bias.dim() else bias.expand(problem.visibility.keys)
+    )
+    bias = bias[(None,) * max(0, 4 - bias.dim())]
+    if bias.dim() == 4:
+        return bias
+    lead = bias.shape[:-3]
+    target = problem.batch[:-1]
+    return (bias if lead.numel() == 1 else bias.expand(*target, *bias.shape[-3:])).reshape(-1, *bias.shape[-3:])
+
+
+def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros appended until all three are equally wide: unequal widths drop torch's fused kernel silently."""
+    width = max(q.shape[-1], v.shape[-1])
+    q, k, v = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    return q, k, v
+
+
+def _fold(x: Tensor, problem: Problem) -> Tensor:
+    """(…, heads, tokens, width) → (batch, heads, tokens, width), rows contiguous."""
+    batch = problem.batch
+    heads = batch[-1] if batch else 1
+    if problem.groups > 1 and x.dim() >= 3 and x.shape[-3] == heads // problem.groups:
+        heads = x.shape[-3]
+    x = x.expand(*batch[:-1], heads, *x.shape[-2:])
+    x = x[None] if x.dim() == 3 else x.flatten(0, -4)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _unfold(x: Tensor, problem: Problem, trailing: int) -> Tensor:
+    return x.reshape(*problem.batch, *x.shape[x.dim() - trailing :])

@@ -1,0 +1,74 @@
+"""The dense engine: the whole table, in plain differentiable operations. Every other engine is held against it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .problem import Cost, Problem, product_flops, traffic
+
+
+class Reference:
+    """Forms the n × m table. Any kernel, normaliser and mask; any order of derivative; O(nm) time and memory.
+
+    Half-precision inputs are computed in float32 and rounded once, at the end.
+    """
+
+    name = "reference"
+    exact = True
+
+    def refuse(self, problem: Problem) -> str | None:
+        return None
+
+    def scores(self, problem: Problem) -> Tensor:
+        """The kernel's scores (…, n, m), before factor, mask and softmax."""
+        return self._scores(problem)[0]
+
+    def _scores(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.to(problem.wide) for x in problem.hide())
+        if problem.groups > 1:
+            k, v = (x.repeat_interleave(problem.groups, dim=-3) for x in (k, v))
+        place = problem.visibility
+        scores = problem.kernel(q, k, place.query_position, place.key_position)
+        if scores.shape[-2:] != (place.queries, place.keys):
+            raise ValueError(
+                f"{type(problem.kernel).__name__}.match returned shape {tuple(scores.shape)}, "
+                f"expected (…, {place.queries}, {place.keys})"
+            )
+        return scores, v
+
+    def masked_scores(self, problem: Problem) -> Tensor:
+        """The scores with the float mask added, and −inf where a query may not attend."""
+        return self._permit(problem, self._scores(problem)[0])
+
+    def _permit(self, problem: Problem, scores: Tensor) -> Tensor:
+        bias, allowed = problem.visibility.bias, problem.visibility.allowed
+        if bias is not None:
+            scores = scores + bias.to(scores.dtype)
+        return scores if allowed is None else torch.where(allowed, scores, float("-inf"))
+
+    def _weights(self, problem: Problem) -> tuple[Tensor, Tensor]:
+        scores, v = self._scores(problem)
+        visible = problem.visibility.visible if problem.normalizer.counts_keys else None
+        scores = problem.normalizer.factor(visible, scores) * scores
+        return problem.normalizer.weigh(self._permit(problem, scores)), v
+
+    def weights(self, problem: Problem) -> Tensor:
+        """The table of weights (…, n, m), in the inputs' dtype."""
+        weights = self._weights(problem)[0].to(problem.q.dtype)
+        return weights.expand(*problem.batch, *weights.shape[-2:])
+
+    def run(self, problem: Problem) -> Tensor:
+        weights, v = self._weights(problem)
+        if problem.dropout:
+            weights = torch.nn.functional.dropout(weights, problem.dropout)
+        out = (weights @ v).to(problem.q.dtype)
+        return out.expand(*problem.batch, *out.shape[-2:])
+
+    def cost(self, problem: Problem) -> Cost:
+        held = problem.pairs * torch.finfo(problem.wide).bits // 8
+        # Scores, weights and the softmax between them live at once.
+        return Cost(product_flops(problem, problem.pairs), traffic(problem) + 4 * held, 3 * held)
+
+    def reason(self, problem: Problem) -> str:
+        return "the whole n × m table, in plain operations"

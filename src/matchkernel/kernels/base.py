@@ -1,0 +1,310 @@
+"""What a match kernel is: encode each token once, then score every query against every key."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..shapes import broadcast
+from .values import HeadValue, as_factor, hold, show
+
+Fact = bool | None
+ScoreFact = bool | None | Literal["conditionally"]
+Encoding = Tensor | tuple["Encoding", ...]
+"""What an encoder returns: a tensor (…, tokens, width), or a tuple of encodings. Engines slice it along the tokens
+only."""
+
+
+class MatchKernel(nn.Module):
+    """A rule that scores a query against a key.
+
+    s_ij = match(encode_query(q_i, position_i), encode_key(k_j, position_j))
+
+    Subclass it and write `match(q, k)`, from (…, n, d) and (…, m, d) to scores (…, n, m). The encoders run once per
+    token and are the only place that sees positions; by default they return the token unchanged. Whatever is written
+    here in differentiable torch operations runs, trains and is tested: see `matchkernel.testing.check`.
+
+    A kernel declares facts, and the tests hold it to them. None is the honest answer where nothing is proven.
+      symmetric                s(x, y) = s(y, x)
+      translation_invariant    s(x + c, y + c) = s(x, y), in the content
+      position_invariant       s depends on positions only through i − j
+      score_positive_definite  s is a positive definite kernel; "conditionally" for weights that sum to zero
+      positive_definite        the weight κ = eˢ is a positive definite kernel
+    """
+
+    symmetric: Fact = None
+    translation_invariant: Fact = None
+    position_invariant: Fact = None
+    score_positive_definite: ScoreFact = None
+    positive_definite: Fact = None
+
+    def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
+        """What the kernel keeps of each query: (…, n, d) and positions (…, n) → an encoding with n tokens."""
+        return q
+
+    def encode_key(self, k: Tensor, position: Tensor) -> Encoding:
+        """What the kernel keeps of each key: (…, m, d) and positions (…, m) → an encoding with m tokens."""
+        return k
+
+    def match(self, q: Encoding, k: Encoding) -> Tensor:
+        """Scores (…, n, m) of all encoded queries against all encoded keys."""
+        raise NotImplementedError(f"{type(self).__name__} must define match(q, k) -> scores of shape (…, n, m)")
+
+    def encode(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> tuple[Encoding, Encoding]:
+        """Both encodings. With `up_to_row_shift`, terms that depend on the query alone may be left out of the score."""
+        return self.encode_query(q, query_position), self.encode_key(k, key_position)
+
+    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
+        """Operations to score one pair, given the widths of q and k; None when nobody has counted them."""
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, query_position: Tensor | None = None, key_position: Tensor | None = None
+    ) -> Tensor:
+        """The full scores (…, n, m) of q (…, n, d) against k (…, m, d).
+
+        Positions default to 0 … m−1 for the keys and the last n of them for the queries.
+        """
+        n, m = q.shape[-2], k.shape[-2]
+        if query_position is None:
+            query_position = torch.arange(m - n, m, device=q.device)
+        if key_position is None:
+            key_position = torch.arange(m, device=k.device)
+        return self.match(*self.encode(q, k, query_position, key_position))
+
+    def __add__(self, other: object) -> MatchKernel:
+        """Scores add, so weights multiply."""
+        if not isinstance(other, MatchKernel):
+            return NotImplemented
+        if isinstance(self, DotKernel) and isinstance(other, DotKernel):
+            return DotSum(self, other)
+        return KernelSum(self, other)
+
+    def __mul__(self, factor: object) -> MatchKernel:
+        """The score times a number, a tensor with one entry per head, or a parameter."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float, Tensor)):
+            return NotImplemented
+        return ScaledDotKernel(self, factor) if isinstance(self, DotKernel) else ScaledKernel(self, factor)
+
+    __rmul__ = __mul__
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+
+class DotKernel(MatchKernel):
+    """A kernel whose score is an inner product of encodings, so that a fused attention kernel computes it.
+
+    s_ij = scale · ⟨encode_query(q_i), encode_key(k_j)⟩ + query_term(q_i)
+
+    The whole kernel is in the encoders. `scale` is a plain number, which fused kernels apply for nothing. `query_term`
+    holds what depends on the query alone: a softmax over the keys cannot see it, so it is added only where it is seen.
+    """
+
+    def scale(self, width: int) -> float:
+        """The number that multiplies the inner product, given the width of the encodings."""
+        return 1.0
+
+    def query_term(self, q: Tensor, position: Tensor) -> Tensor | None:
+        """A term (…, n) of the score that no key changes, or None."""
+        return None
+
+    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
+        """A multiplication and an addition for each coordinate of the key's encoding."""
+        return 2 * key_width
+
+    def match(self, q: Encoding, k: Encoding) -> Tensor:
+        """scale · q kᵀ, shape (…, n, m)."""
+        if not isinstance(q, Tensor) or not isinstance(k, Tensor):
+            raise TypeError(f"{type(self).__name__} is a DotKernel: its encoders must return one tensor each")
+        return self.scale(q.shape[-1]) * (q @ k.mT)
+
+    def encode(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Both encodings; a query term that matters becomes one more coordinate, so the score stays an inner
+        product.""" encoded_q = self.encode_query(q, query_position) encoded_k = self.encode_key(k, key_position) if
+        not isinstance(encoded_q, Tensor) or not isinstance(encoded_k, Tensor):
+            raise TypeError(f"{type(self).__name__} is a DotKernel: its encoders must return one tensor each")
+        term = None if up_to_row_shift else self.query_term(q, query_position)
+        if term is None:
+            return encoded_q, encoded_k
+        before, after = self.scale(encoded_q.shape[-1]), self.scale(encoded_q.shape[-1] + 1)
+        column = (term / after).unsqueeze(-1)
+        return (
+            _concatenate(encoded_q * (before / after), column.to(encoded_q.dtype)),
+            _concatenate(encoded_k, encoded_k.new_ones(1).expand(*encoded_k.shape[:-1], 1)),
+        )
+
+
+class KernelSum(MatchKernel):
+    """s = s_a + s_b, for any two kernels."""
+
+    def __init__(self, a: MatchKernel, b: MatchKernel) -> None:
+        super().__init__()
+        self.a, self.b = a, b
+        self.symmetric = _both(a.symmetric, b.symmetric)
+        self.translation_invariant = _both(a.translation_invariant, b.translation_invariant)
+        self.position_invariant = _both(a.position_invariant, b.position_invariant)
+        self.score_positive_definite = _sum_of_scores(a.score_positive_definite, b.score_positive_definite)
+        # e^(a+b) = e^a e^b, and a product of positive definite kernels is positive definite (Schur).
+        self.positive_definite = _both(a.positive_definite, b.positive_definite)
+
+    def encode(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> tuple[Encoding, Encoding]:
+        q_a, k_a = self.a.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+        q_b, k_b = self.b.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+        return (q_a, q_b), (k_a, k_b)
+
+    def match(self, q: Encoding, k: Encoding) -> Tensor:
+        return self.a.match(q[0], k[0]) + self.b.match(q[1], k[1])
+
+    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
+        return _added_flops(self.a, self.b, query_width, key_width)
+
+    def __repr__(self) -> str:
+        return f"{self.a!r} + {self.b!r}"
+
+
+class DotSum(DotKernel):
+    """s = s_a + s_b, for two dot kernels: their encodings side by side, so still one inner product."""
+
+    def __init__(self, a: DotKernel, b: DotKernel) -> None:
+        super().__init__()
+        self.a, self.b = a, b
+        self.symmetric = _both(a.symmetric, b.symmetric)
+        self.translation_invariant = _both(a.translation_invariant, b.translation_invariant)
+        self.position_invariant = _both(a.position_invariant, b.position_invariant)
+        self.score_positive_definite = _sum_of_scores(a.score_positive_definite, b.score_positive_definite)
+        self.positive_definite = _both(a.positive_definite, b.positive_definite)
+
+    def encode_query(self, q: Tensor, position: Tensor) -> Tensor:
+        return _concatenate(*(_scaled_query(kernel, q, position) for kernel in (self.a, self.b)))
+
+    def encode_key(self, k: Tensor, position: Tensor) -> Tensor:
+        return _concatenate(*(_tensor(kernel.encode_key(k, position), kernel) for kernel in (self.a, self.b)))
+
+    def query_term(self, q: Tensor, position: Tensor) -> Tensor | None:
+        terms = [term for kernel in (self.a, self.b) if (term := kernel.query_term(q, position)) is not None]
+        return sum(terms[1:], terms[0]) if terms else None
+
+    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
+        return _added_flops(self.a, self.b, query_width, key_width)
+
+    def __repr__(self) -> str:
+        return f"{self.a!r} + {self.b!r}"
+
+
+class ScaledKernel(MatchKernel):
+    """s = c · s_a, for any kernel; c is a number, a tensor with one entry per head, or a parameter."""
+
+    factor: HeadValue
+
+    def __init__(self, kernel: MatchKernel, factor: HeadValue) -> None:
+        super().__init__()
+        self.kernel = kernel
+        hold(self, "factor", factor)
+        _inherit_scaled_facts(self, kernel, factor)
+
+    def encode(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> tuple[Encoding, Encoding]:
+        return self.kernel.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+
+    def match(self, q: Encoding, k: Encoding) -> Tensor:
+        scores = self.kernel.match(q, k)
+        return as_factor(self.factor, scores) * scores
+
+    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
+        inner = self.kernel.flops_per_pair(query_width, key_width)
+        return None if inner is None else inner + 1
+
+    def __repr__(self) -> str:
+        return _times(self.factor, self.kernel)
+
+
+class ScaledDotKernel(DotKernel):
+    """s = c · s_a, for a dot kernel: a number goes into the scale, a tensor into the query."""
+
+    factor: HeadValue
+
+    def __init__(self, kernel: DotKernel, factor: HeadValue) -> None:
+        super().__init__()
+        self.kernel = kernel
+        hold(self, "factor", factor)
+        _inherit_scaled_facts(self, kernel, factor)
+
+    def scale(self, width: int) -> float:
+        return self.kernel.scale(width) * (1.0 if isinstance(self.factor, Tensor) else self.factor)
+
+    def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
+        encoded = _tensor(self.kernel.encode_query(q, position), self.kernel)
+        return as_factor(self.factor, encoded) * encoded if isinstance(self.factor, Tensor) else encoded
+
+    def encode_key(self, k: Tensor, position: Tensor) -> Encoding:
+        return self.kernel.encode_key(k, position)
+
+    def query_term(self, q: Tensor, position: Tensor) -> Tensor | None:
+        term = self.kernel.query_term(q, position)
+        return None if term is None else (as_factor(self.factor, term.unsqueeze(-1)) * term.unsqueeze(-1)).squeeze(-1)
+
+    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
+        return self.kernel.flops_per_pair(query_width, key_width)
+
+    def __repr__(self) -> str:
+        return _times(self.factor, self.kernel)
+
+
+def _tensor(encoding: Encoding, kernel: MatchKernel) -> Tensor:
+    if not isinstance(encoding, Tensor):
+        raise TypeError(f"{type(kernel).__name__} is a DotKernel: its encoders must return one tensor each")
+    return encoding
+
+
+def _scaled_query(kernel: DotKernel, q: Tensor, position: Tensor) -> Tensor:
+    encoded = _tensor(kernel.encode_query(q, position), kernel)
+    return kernel.scale(encoded.shape[-1]) * encoded
+
+
+def _concatenate(a: Tensor, b: Tensor) -> Tensor:
+    leading = broadcast(a.shape[:-1], b.shape[:-1])
+    if leading is None:
+        raise ValueError(f"encodings of shape {tuple(a.shape)} and {tuple(b.shape)} do not broadcast")
+    return torch.cat([a.expand(*leading, -1), b.expand(*leading, -1)], dim=-1)
+
+
+def _added_flops(a: MatchKernel, b: MatchKernel, query_width: int, key_width: int) -> int | None:
+    parts = [kernel.flops_per_pair(query_width, key_width) for kernel in (a, b)]
+    counted = [part for part in parts if part is not None]
+    return sum(counted) if len(counted) == 2 else None
+
+
+def _times(factor: HeadValue, kernel: MatchKernel) -> str:
+    inner = repr(kernel)
+    return f"{show(factor)} * ({inner})" if isinstance(kernel, (KernelSum, DotSum)) else f"{show(factor)} * {inner}"
+
+
+def _both(a: Fact, b: Fact) -> Fact:
+    return True if a is True and b is True else None
+
+
+def _sum_of_scores(a: ScoreFact, b: ScoreFact) -> ScoreFact:
+    if a is True and b is True:
+        return True
+    return "conditionally" if {a, b} <= {True, "conditionally"} else None
+
+
+def _inherit_scaled_facts(scaled: MatchKernel, kernel: MatchKernel, factor: HeadValue) -> None:
+    """What c · s keeps of s. By Schoenberg, e^{cs} is positive definite for all c > 0 just when s is conditionally
+    so.""" scaled.symmetric = True if kernel.symmetric is True else None scaled.translation_invariant = True if
+    kernel.translation_invariant is True else None scaled.position_invariant = True if kernel.position_invariant is
+    True else None if isinstance(factor, Tensor) or factor < 0:
+        return
+    scaled.score_positive_definite = kernel.score_positive_definite or None
+    if kernel.score_positive_definite in (True, "conditionally"):
+        scaled.positive_definite = True
