@@ -12,7 +12,7 @@ from ..kernels import MatchKernel
 from ..normalizers import Normalizer
 from .head import Head
 from .reading import Reading
-from .step import Intervene, Mask, Place, Step
+from .step import Intervene, Mask, Place, Step, Window
 from .tokens import Tokens
 
 
@@ -148,7 +148,7 @@ class Encoder(nn.Module):
         intervene: Intervene | None = None,
         mask: Mask | None = None,
         causal: bool = False,
-        window: int | tuple[int, int] | None = None,
+        window: Window = None,
         differentiable: bool = False,
     ) -> Reading:
         """Read one text and keep everything that was computed.
@@ -192,7 +192,7 @@ class Encoder(nn.Module):
         intervene: Intervene | None = None,
         mask: Mask | None = None,
         causal: bool = False,
-        window: int | tuple[int, int] | None = None,
+        window: Window = None,
         differentiable: bool = False,
         batch: int = 64,
     ) -> Tensor:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
+from .. import attention
 from ..kernels import MatchKernel
 from ..normalizers import Normalizer
-from . import _interim as attention
 from .tokens import Tokens
 
 Place: TypeAlias = int | tuple[int, int]
 """A layer, or one head of it: (layer, head)."""
 Intervene: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Mask: TypeAlias = Tensor | Callable[[Tokens], Tensor]
+Window: TypeAlias = int | tuple[int | None, int | None] | None
 Part = TypeVar("Part", MatchKernel, Normalizer)
 
 
@@ -39,7 +40,7 @@ class Step:
     intervene: Intervene | None = None
     mask: Mask | None = None
     causal: bool = False
-    window: int | tuple[int, int] | None = None
+    window: Window = None
 
     def __post_init__(self) -> None:
         for name, given in (("kernel", self.kernel), ("normalizer", self.normalizer)):
@@ -84,49 +85,52 @@ class Step:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """What each head hands on: (b, heads, n, d_head)."""
-        shares = self._shares(layer, mask)
-        return _join(shares, [
-            attention.attend(q[:, s.heads], k[:, s.heads], v[:, s.heads], s.kernel, normalizer=s.normalizer, mask=s.mask,
-                             causal=self.causal, window=self.window) for s in shares])  # fmt: skip
+        return _join([
+            (at, attention.attend(q[:, at], k[:, at], v[:, at], kernel, normalizer=normalizer, **permitted))
+            for at, kernel, normalizer, permitted in self._shares(layer, mask)
+        ])  # fmt: skip
 
     def scores(self, layer: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """(b, heads, n, n), before the normaliser; -inf where not permitted."""
-        shares = self._shares(layer, mask)
-        return _join(shares, [
-            attention.scores(q[:, s.heads], k[:, s.heads], s.kernel, mask=s.mask, causal=self.causal,
-                             window=self.window) for s in shares])  # fmt: skip
+        return _join([
+            (at, attention.scores(q[:, at], k[:, at], kernel, **permitted))
+            for at, kernel, _, permitted in self._shares(layer, mask)
+        ])  # fmt: skip
 
     def weights(self, layer: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """(b, heads, n, n), after the normaliser."""
-        shares = self._shares(layer, mask)
-        return _join(shares, [
-            attention.weights(q[:, s.heads], k[:, s.heads], s.kernel, normalizer=s.normalizer, mask=s.mask,
-                              causal=self.causal, window=self.window) for s in shares])  # fmt: skip
+        return _join([
+            (at, attention.weights(q[:, at], k[:, at], kernel, normalizer=normalizer, **permitted))
+            for at, kernel, normalizer, permitted in self._shares(layer, mask)
+        ])  # fmt: skip
 
-    def _shares(self, layer: int, mask: Tensor | None) -> list[_Share]:
+    def _shares(self, layer: int, mask: Tensor | None) -> Iterator[_Share]:
         """The layer's heads, those with the same kernel and normaliser together."""
-        together: dict[tuple[int, int], _Share] = {}
+        together: dict[tuple[int, int], list[int]] = {}
         for head in range(self.heads):
             kernel, normalizer = _pick(self.kernel, layer, head), _pick(self.normalizer, layer, head)
-            together.setdefault((id(kernel), id(normalizer)), _Share([], kernel, normalizer, mask)).heads.append(head)
-        if mask is not None and mask.ndim >= 3 and mask.shape[-3] == self.heads:
-            for share in together.values():
-                share.mask = mask[..., share.heads, :, :]
-        return list(together.values())
+            together.setdefault((id(kernel), id(normalizer)), []).append(head)
+        per_head = mask is not None and mask.ndim >= 3 and mask.shape[-3] == self.heads
+        for heads in together.values():
+            seen = mask[..., heads, :, :] if mask is not None and per_head else mask
+            permitted = _Permitted(mask=seen, causal=self.causal, window=self.window)
+            yield heads, _pick(self.kernel, layer, heads[0]), _pick(self.normalizer, layer, heads[0]), permitted
 
 
-@dataclass
-class _Share:
-    heads: list[int]
-    kernel: MatchKernel | None
-    normalizer: Normalizer | None
+class _Permitted(TypedDict):
     mask: Tensor | None
+    causal: bool
+    window: Window
 
 
-def _join(shares: list[_Share], parts: list[Tensor]) -> Tensor:
-    """Put the results, one per share and stacked along the heads, back in the heads' order."""
-    order = [head for share in shares for head in share.heads]
-    return torch.cat(parts, dim=1)[:, [order.index(head) for head in range(len(order))]]
+_Share: TypeAlias = tuple[list[int], MatchKernel | None, Normalizer | None, _Permitted]
+"""Some heads of a layer, and what they have in common."""
+
+
+def _join(parts: list[tuple[list[int], Tensor]]) -> Tensor:
+    """Put the results, each with the heads it is for, back in the heads' order."""
+    order = [head for heads, _ in parts for head in heads]
+    return torch.cat([result for _, result in parts], dim=1)[:, [order.index(head) for head in range(len(order))]]
 
 
 def _pick(given: Part | Mapping[Place, Part] | None, layer: int, head: int) -> Part | None:
