@@ -40,8 +40,8 @@ class Explanation:
         flops = "uncounted operations" if self.flops is None else f"{_short(self.flops, 1000)}FLOP"
         return (
             f"{self.engine}: {self.reason}\n"
-            f"{kind}, {flops}, {_short(self.bytes, 1024)}B of traffic, {_short(self.peak_bytes, 1024)}B held beside the
-            inputs"
+            f"{kind}, {flops}, {_short(self.bytes, 1024)}B of traffic, "
+            f"{_short(self.peak_bytes, 1024)}B held beside the inputs"
         )
 
 
@@ -187,8 +187,8 @@ def scaled_dot_product_attention(
     if not enable_gqa and query.dim() > 2 and key.dim() > 2 and query.shape[-3] != key.shape[-3]:
         if 1 not in (query.shape[-3], key.shape[-3]):
             raise ValueError(
-                f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}: pass enable_gqa=True for grouped
-                heads"
+                f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}: "
+                "pass enable_gqa=True for grouped heads"
             )
     n, m = query.shape[-2], key.shape[-2]
     if kernel is None:

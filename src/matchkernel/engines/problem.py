@@ -43,9 +43,10 @@ class Problem:
         return torch.promote_types(self.q.dtype, torch.float32)
 
     def hide(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v with zeros where a query sees nothing or a key is seen by nobody, so that no NaN can come from
-        there.""" sees, seen = self.visibility.query_sees, self.visibility.key_seen q = self.q if sees is None else
-        zero_where_not(sees, self.q) if seen is None:
+        """q, k, v with zeros where a query sees nothing or a key is seen by nobody: no NaN can come from there."""
+        sees, seen = self.visibility.query_sees, self.visibility.key_seen
+        q = self.q if sees is None else zero_where_not(sees, self.q)
+        if seen is None:
             return q, self.k, self.v
         if self.groups > 1 and seen.dim() >= 2 and seen.shape[-2] > 1:
             seen = split(seen, -2, (-1, self.groups)).any(-2)

@@ -126,9 +126,10 @@ class DotKernel(MatchKernel):
     def encode(
         self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Both encodings; a query term that matters becomes one more coordinate, so the score stays an inner
-        product.""" encoded_q = self.encode_query(q, query_position) encoded_k = self.encode_key(k, key_position) if
-        not isinstance(encoded_q, Tensor) or not isinstance(encoded_k, Tensor):
+        """Both encodings; a query term that matters becomes one more coordinate, so it is still an inner product."""
+        encoded_q = self.encode_query(q, query_position)
+        encoded_k = self.encode_key(k, key_position)
+        if not isinstance(encoded_q, Tensor) or not isinstance(encoded_k, Tensor):
             raise TypeError(f"{type(self).__name__} is a DotKernel: its encoders must return one tensor each")
         term = None if up_to_row_shift else self.query_term(q, query_position)
         if term is None:
@@ -300,10 +301,14 @@ def _sum_of_scores(a: ScoreFact, b: ScoreFact) -> ScoreFact:
 
 
 def _inherit_scaled_facts(scaled: MatchKernel, kernel: MatchKernel, factor: HeadValue) -> None:
-    """What c · s keeps of s. By Schoenberg, e^{cs} is positive definite for all c > 0 just when s is conditionally
-    so.""" scaled.symmetric = True if kernel.symmetric is True else None scaled.translation_invariant = True if
-    kernel.translation_invariant is True else None scaled.position_invariant = True if kernel.position_invariant is
-    True else None if isinstance(factor, Tensor) or factor < 0:
+    """What c · s keeps of s.
+
+    By Schoenberg, e^{cs} is positive definite for all c > 0 just when s is conditionally so.
+    """
+    scaled.symmetric = True if kernel.symmetric is True else None
+    scaled.translation_invariant = True if kernel.translation_invariant is True else None
+    scaled.position_invariant = True if kernel.position_invariant is True else None
+    if isinstance(factor, Tensor) or factor < 0:
         return
     scaled.score_positive_definite = kernel.score_positive_definite or None
     if kernel.score_positive_definite in (True, "conditionally"):
