@@ -195,7 +195,7 @@ def heatmap(
         size = float(np.clip((cell - 3) / max(map(_ems, written.values()), default=1.0), 5.0, 8.5))
         for (row, column), text in written.items():
             red, green, blue, _ = image.to_rgba(np.array([[grid[row, column]]]))[0, 0]
-            color = PAPER if relative_luminance((red, green, blue)) < 0.25 else INK
+            color = PAPER if relative_luminance((red, green, blue)) < 0.21 else INK  # equal contrast there
             ax.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
     if colorbar:
         bar = ax.figure.colorbar(image, ax=ax, label=label, shrink=0.9, pad=0.02)
