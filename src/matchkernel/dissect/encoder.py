@@ -166,7 +166,7 @@ class Encoder(nn.Module):
         Returns:
             A `Reading`. The tables of weights and scores take 2 · layers · heads · n² numbers: 144 MiB at 512 tokens.
         """
-        tokens = self.tokenize(text) if isinstance(text, str) else text
+        tokens = text if isinstance(text, Tokens) else self.tokenize(text)
         step = Step(self.size.layers, self.size.heads, kernel, normalizer, intervene, mask, causal, window)
         with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
             x = self._embed([tokens])
@@ -209,7 +209,7 @@ class Encoder(nn.Module):
         """
         if isinstance(texts, str):
             raise TypeError("texts must be a list of strings; for one text write [text]")
-        read = [self.tokenize(text) if isinstance(text, str) else text for text in texts]
+        read = [text if isinstance(text, Tokens) else self.tokenize(text) for text in texts]
         step = Step(self.size.layers, self.size.heads, kernel, normalizer, intervene, mask, causal, window)
         by_length: dict[int, list[int]] = {}
         for index, tokens in enumerate(read):

