@@ -7,9 +7,14 @@ keeps in a home folder. All three are fixed here, for `bookkit.execute` and for 
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from IPython.core.profiledir import ProfileDir
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +61,33 @@ def pinned(environ: Mapping[str, str], machine: str | None = None) -> dict[str, 
     fixed["IPYTHONDIR"] = str(ROOT / "_build" / "ipython")
     fixed["MPLCONFIGDIR"] = str(ROOT / "_build" / "matplotlib")
     source = str(ROOT / "src")
-    paths = [path for path in environ.get("PYTHONPATH", "").split(":") if path and path != source]
-    fixed["PYTHONPATH"] = ":".join([source, *paths])
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != source]
+    fixed["PYTHONPATH"] = os.pathsep.join([source, *paths])
     return fixed
+
+
+def prepare() -> None:
+    """Make the folders that `pinned` names, and matplotlib's list of fonts, before any kernel needs them.
+
+    Making the list takes seconds, and matplotlib says so on stderr, which would land in the first chapter to draw.
+    IPython's history goes to memory: kernels that share a file of it wait for each other.
+    """
+    environment = pinned(os.environ)
+    fonts = Path(_folder(environment["MPLCONFIGDIR"]))
+    profile = ProfileDir.create_profile_dir_by_name(_folder(environment["IPYTHONDIR"]), "default")
+    settings = 'c = get_config()  # noqa: F821\nc.HistoryManager.hist_file = ":memory:"\n'
+    (Path(profile.location) / "ipython_kernel_config.py").write_text(settings)
+    if not list(fonts.glob("fontlist-*.json")):
+        subprocess.run([sys.executable, "-c", "import matplotlib.font_manager"], check=True, env=environment)
+
+
+def pin() -> None:
+    """Fix this process's own environment, and so its children's, as `pinned` says. Do it before torch loads."""
+    fixed = pinned(os.environ)
+    os.environ.clear()
+    os.environ.update(fixed)
+
+
+def _folder(path: str) -> str:
+    Path(path).mkdir(parents=True, exist_ok=True)
+    return path

@@ -11,19 +11,19 @@ import argparse
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-import ipykernel.kernelspec
 import nbformat
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from bookkit.environment import pinned
+from bookkit.environment import pinned, prepare
+from bookkit.kernel import settings
 from bookkit.notebook import Notebook, code_cells, normalise, read, text, write
 
 Report = Callable[[str], None]
@@ -45,14 +45,6 @@ class CellFailed(Exception):
         return f"{self.path}: code cell {self.number} failed with {self.ename}\n{lines}\n\n{self.detail}"
 
 
-class _ThisInterpreter(KernelSpecManager):
-    """Kernel specs that know only the running interpreter, whatever kernels a reader has installed."""
-
-    def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-        spec = ipykernel.kernelspec.get_kernel_dict()
-        return KernelSpec(resource_dir=ipykernel.kernelspec.RESOURCES, **spec)
-
-
 def run(notebook: Notebook, path: Path, *, stop_after: str | None = None, report: Report | None = None) -> Notebook:
     """Run the code cells of `notebook` in order, in place, and return it; nothing is written.
 
@@ -62,41 +54,41 @@ def run(notebook: Notebook, path: Path, *, stop_after: str | None = None, report
     Raises CellFailed when a cell raises, runs longer than `CELL_TIMEOUT` seconds, or takes the kernel down.
     """
     node = nbformat.from_dict(notebook)
-    manager = AsyncKernelManager(kernel_name="python3", kernel_spec_manager=_ThisInterpreter())
-    client = NotebookClient(
-        node,
-        km=manager,
-        timeout=CELL_TIMEOUT,
-        record_timing=False,
-        coalesce_streams=True,
-        allow_errors=False,
-        resources={"metadata": {"path": str(path.resolve().parent)}},
-    )
     total = len(code_cells(node))
     number = 0
-    with open(os.devnull, "w") as silence, client.setup_kernel(env=pinned(os.environ), stderr=silence):
-        for index, cell in enumerate(node["cells"]):
-            if cell["cell_type"] != "code" or not text(cell["source"]).strip():
-                continue
-            number += 1
-            started = time.monotonic()
-            cell["outputs"] = []
-            try:
-                client.execute_cell(cell, index, execution_count=number, store_history=True)
-            except CellExecutionError as error:
-                detail = _plain(error.traceback) or f"{error.ename}: {error.evalue}"
-                raise CellFailed(path, number, text(cell["source"]), error.ename, detail) from None
-            except CellTimeoutError as error:
-                message = f"It ran for more than {CELL_TIMEOUT} s."
-                raise CellFailed(path, number, text(cell["source"]), "Timeout", message) from error
-            except DeadKernelError as error:
-                message = "The kernel died: often too little memory."
-                raise CellFailed(path, number, text(cell["source"]), "DeadKernel", message) from error
-            if report:
-                first = text(cell["source"]).strip().splitlines()[0][:70]
-                report(f"  {path.name} [{number}/{total}] {time.monotonic() - started:5.1f} s  {first}")
-            if stop_after is not None and cell["id"] == stop_after:
-                break
+    with tempfile.TemporaryDirectory(prefix="kernel-") as sockets, open(os.devnull, "w") as silence:
+        client = NotebookClient(
+            node,
+            km=AsyncKernelManager(**settings(sockets)),
+            timeout=CELL_TIMEOUT,
+            record_timing=False,
+            coalesce_streams=True,
+            allow_errors=False,
+            resources={"metadata": {"path": str(path.resolve().parent)}},
+        )
+        with client.setup_kernel(env=pinned(os.environ), stderr=silence):
+            for index, cell in enumerate(node["cells"]):
+                if cell["cell_type"] != "code" or not text(cell["source"]).strip():
+                    continue
+                number += 1
+                started = time.monotonic()
+                cell["outputs"] = []
+                try:
+                    client.execute_cell(cell, index, execution_count=number, store_history=True)
+                except CellExecutionError as error:
+                    detail = _plain(error.traceback) or f"{error.ename}: {error.evalue}"
+                    raise CellFailed(path, number, text(cell["source"]), error.ename, detail) from None
+                except CellTimeoutError as error:
+                    message = f"It ran for more than {CELL_TIMEOUT} s."
+                    raise CellFailed(path, number, text(cell["source"]), "Timeout", message) from error
+                except DeadKernelError as error:
+                    message = "The kernel died: often too little memory."
+                    raise CellFailed(path, number, text(cell["source"]), "DeadKernel", message) from error
+                if report:
+                    first = text(cell["source"]).strip().splitlines()[0][:70]
+                    report(f"  {path.name} [{number}/{total}] {time.monotonic() - started:5.1f} s  {first}")
+                if stop_after is not None and cell["id"] == stop_after:
+                    break
     result: Notebook = node
     return result
 
@@ -131,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [str(path) for path in options.notebooks if not path.is_file()]
     if missing:
         parser.error(f"no such notebook: {', '.join(missing)}")
+    prepare()
     failures = 0
     with ProcessPoolExecutor(max_workers=min(options.jobs, len(options.notebooks))) as pool:
         for done in as_completed([pool.submit(_execute_one, path) for path in options.notebooks]):
