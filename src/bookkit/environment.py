@@ -16,7 +16,7 @@ from pathlib import Path
 
 from IPython.core.profiledir import ProfileDir
 
-ROOT = Path(__file__).resolve().parents[2]
+from bookkit.paths import ROOT
 
 # One thread: with two, sums over many elements differ in their last bits, and two notebooks at a time starve each
 # other of their cores.
