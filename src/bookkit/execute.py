@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -45,11 +45,19 @@ class CellFailed(Exception):
         return f"{self.path}: code cell {self.number} failed with {self.ename}\n{lines}\n\n{self.detail}"
 
 
-def run(notebook: Notebook, path: Path, *, stop_after: str | None = None, report: Report | None = None) -> Notebook:
+def run(
+    notebook: Notebook,
+    path: Path,
+    *,
+    stop_after: str | None = None,
+    skip: Collection[str] = (),
+    report: Report | None = None,
+) -> Notebook:
     """Run the code cells of `notebook` in order, in place, and return it; nothing is written.
 
     `path` says in whose folder the kernel runs and names the notebook in errors. `stop_after` is the id of the last
-    cell to run (all of them by default). `report` receives one line for each cell.
+    cell to run (all of them by default), `skip` holds the ids of cells to pass over. `report` receives one line for
+    each cell that ran.
 
     Raises CellFailed when a cell raises, runs longer than `CELL_TIMEOUT` seconds, or takes the kernel down.
     """
@@ -66,11 +74,13 @@ def run(notebook: Notebook, path: Path, *, stop_after: str | None = None, report
             allow_errors=False,
             resources={"metadata": {"path": str(path.resolve().parent)}},
         )
-        with client.setup_kernel(env=pinned(os.environ), stderr=silence):
+        with client.setup_kernel(cleanup_kc=True, env=pinned(os.environ), stderr=silence):
             for index, cell in enumerate(node["cells"]):
                 if cell["cell_type"] != "code" or not text(cell["source"]).strip():
                     continue
                 number += 1
+                if cell["id"] in skip:
+                    continue
                 started = time.monotonic()
                 cell["outputs"] = []
                 try:

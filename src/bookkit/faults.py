@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,3 +57,38 @@ def plant(fault: Fault, notebook: Notebook) -> tuple[Notebook, list[str]]:
     if not catching:
         raise ValueError(f"chapter {fault.chapter}: no cell tagged claim-{fault.claim} runs after {fault.find!r}")
     return planted, catching
+
+
+def idle(fault: Fault, notebook: Notebook) -> set[str]:
+    """Return the ids of cells that need not run to catch the fault: drawings and solutions that nothing depends on.
+
+    A cell that is tagged hide-input or hide-cell is idle when it holds neither the fault nor a claim, and no other cell
+    mentions a name that it gives.
+    """
+    cells = code_cells(notebook)
+    found: set[str] = set()
+    for cell in cells:
+        source = text(cell["source"])
+        hidden = {"hide-input", "hide-cell"} & set(tags(cell))
+        if not hidden or fault.replace in source or any(tag.startswith("claim-") for tag in tags(cell)):
+            continue
+        others = "\n".join(text(other["source"]) for other in cells if other["id"] not in found | {cell["id"]})
+        if not any(re.search(rf"\b{re.escape(name)}\b", others) for name in _given(source)):
+            found.add(cell["id"])
+    return found
+
+
+def _given(source: str) -> set[str]:
+    """Return the names that a cell gives or changes: assigned, defined, imported, or written into."""
+    plain = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines())
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(plain)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.update(child.id for child in ast.walk(node.value) if isinstance(child, ast.Name))
+    return names

@@ -181,7 +181,7 @@ def _unseeded(source: str) -> list[str]:
 
 
 def shape(notebook: Notebook) -> list[str]:
-    """Title and objectives at the top; what we saw, exercises, sources and what comes next at the end, in this order."""
+    """Title and objectives at the top; at the end the closing sections, in their order."""
     top = text(notebook["cells"][0]["source"]) if notebook["cells"] else ""
     wrong = []
     if not re.match(r"# \S", top):

@@ -102,7 +102,8 @@ def numbers(markdown: str, cell: int = 0) -> Iterator[Number]:
 
 def stated(output: str) -> set[float]:
     """Return the numbers that a text holds, as floats."""
-    return {float(match[0].replace("−", "-").replace(",", "")) for match in _OUTPUT.finditer(output)}
+    plain = re.sub(r"(?<=\d)_(?=\d)", "", output)  # 20_000 in code
+    return {float(match[0].replace("−", "-").replace(",", "")) for match in _OUTPUT.finditer(plain)}
 
 
 def matches(number: Number, known: Iterable[float]) -> bool:
