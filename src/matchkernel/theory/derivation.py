@@ -49,7 +49,7 @@ class Step:
         return rf"$\displaystyle {to_latex(self.equation)}$"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Derivation:
     """Equations in order. Iterate over its steps; `result` is what the first left side equals in the end.
 
@@ -79,6 +79,16 @@ class Derivation:
             if before.equation.rhs != after.equation.lhs:
                 raise ValueError(f"{self.title!r} is not one chain of equalities: read its steps, they are {len(self)}")
         return require_sympy().Eq(self.steps[0].equation.lhs, self.steps[-1].equation.rhs, evaluate=False)
+
+    def __repr__(self) -> str:
+        lines = [f"{self.title}:", f"    {self.steps[0].equation.lhs}"]
+        above = self.steps[0].equation.lhs
+        for step in self.steps:
+            if step.equation.lhs != above:
+                lines.append(f"    {step.equation.lhs}")
+            above = step.equation.rhs
+            lines.append(f"  = {above}    ({step.reason})")
+        return "\n".join(lines)
 
     def _repr_latex_(self) -> str:
         rows: list[str] = []

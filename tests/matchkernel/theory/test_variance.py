@@ -126,6 +126,13 @@ def test_it_displays_as_latex():
     assert "= \\mathbb{E}" in block  # E[s²] − E[s]², the positive term first
 
 
+def test_without_latex_it_prints_one_line_per_step():
+    chain = variance.independent_entries()
+    lines = repr(chain).splitlines()
+    assert len(lines) == 2 + len(chain)
+    assert lines[-1] == "  = d_k    (count them)"
+
+
 def test_predictions_agree_with_the_derived_formulas():
     """The torch functions against a world's own numbers, term by term different from zero."""
     for world, cross in ((independent_world(), False), (gaussian_world(), True)):
