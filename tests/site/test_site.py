@@ -1,0 +1,153 @@
+"""The built site in a real browser: every page in light, in dark, and 390 pixels wide."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+from playwright.sync_api import BrowserContext, Page
+
+from tests.site import checks
+from tests.site.conftest import MODES, ROOT, SITE, serve
+
+THEME_PAGES = {"index.html", "search.html", "genindex.html", "py-modindex.html"}
+"""Pages without an article: a redirect, the search and the indices."""
+
+PAGES = sorted(
+    str(path.relative_to(SITE)) for path in SITE.rglob("*.html") if "_static" not in path.parts and path.name not in THEME_PAGES
+)
+Open = Callable[..., BrowserContext]
+
+
+def test_the_site_is_there() -> None:
+    assert "intro.html" in PAGES, f"{SITE} holds no built site: run `make site` first"
+
+
+def test_every_chapter_has_its_page_and_its_place_in_the_contents() -> None:
+    chapters = [path.stem for path in sorted(ROOT.glob("chapters/[0-9][0-9]-*.ipynb"))]
+    contents, first = (ROOT / "_toc.yml").read_text("utf-8"), (ROOT / "intro.md").read_text("utf-8")
+    for chapter in chapters:
+        assert f"chapters/{chapter}.html" in PAGES and f"chapters/{chapter}" in contents, chapter
+        assert f"(chapters/{chapter}.ipynb)" in first, f"the map on the first page does not lead to {chapter}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("path", PAGES)
+def test_page(path: str, mode: str, address: str, context: Open) -> None:
+    visit = checks.Visit(context(mode), address, path)
+    wanted = [checks.requests, checks.maths, checks.pictures, checks.width, checks.accessibility]
+    if mode == "dark":
+        wanted.append(checks.darkness)
+    if mode == "light":
+        wanted.append(checks.buttons)
+    findings = [finding for check in wanted for finding in check(visit)]
+    assert not findings, "\n".join([f"{path}, {mode}:", *findings])
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_nothing_in_the_page_names_a_script_or_style_elsewhere(path: str) -> None:
+    text = (SITE / path).read_text("utf-8")
+    loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(https?:)?//[^\"]+\"", text)
+    loaded += re.findall(r"<link\b(?=[^>]*\brel=\"(?:stylesheet|preload|icon|preconnect)\")[^>]*\bhref=\"(?:https?:)?//[^\"]+\"", text)
+    assert not loaded
+    assert not re.search(r"unpkg\.com|jsdelivr|cdnjs|googleapis|thebe", text)
+
+
+@pytest.mark.parametrize("word", ["softmax", "temperature"])
+def test_search_finds(word: str, address: str, context: Open) -> None:
+    visit = checks.Visit(context(), address, f"search.html?q={word}")
+    visit.page.wait_for_selector("#search-results ul.search li a", timeout=10_000)
+    assert visit.page.locator("#search-results ul.search li a").count() >= 2
+    assert not checks.requests(visit)
+
+
+def test_the_button_switches_between_light_and_dark(address: str, context: Open) -> None:
+    page = checks.Visit(context("light"), address, "intro.html").page
+    seen = {page.evaluate("document.documentElement.dataset.theme")}
+    for _ in range(3):
+        page.locator(".theme-switch-button:visible").first.click()
+        seen.add(page.evaluate("document.documentElement.dataset.theme"))
+    assert seen == {"light", "dark"}
+
+
+def test_the_contents_open_on_a_narrow_screen(address: str, context: Open) -> None:
+    page: Page = checks.Visit(context("phone"), address, "intro.html").page
+    link = page.locator(".bd-links a[href*='notation']").first
+    assert not link.is_visible() or link.bounding_box()["x"] < 0  # type: ignore[index]
+    page.locator("button.primary-toggle:visible").first.click()
+    link.wait_for(state="visible")
+    link.click()
+    page.wait_for_url("**/notation.html")
+
+
+def test_hidden_code_opens(address: str, context: Open) -> None:
+    page = checks.Visit(context(), address, next(path for path in PAGES if "/0" in path)).page
+    hidden = page.locator("div.cell details").first
+    assert not hidden.locator("pre").first.is_visible()
+    hidden.locator("summary").click()
+    assert hidden.locator("pre").first.is_visible()
+
+
+def test_the_first_picture_is_the_one_its_script_draws() -> None:
+    import importlib.util
+
+    script = ROOT / "site" / "figures" / "first_picture.py"
+    spec = importlib.util.spec_from_file_location("first_picture", script)
+    assert spec and spec.loader
+    drawn = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawn)
+    static = ROOT / "site" / "static"
+    assert (static / "first-picture.svg").read_text("utf-8") == drawn.draw()
+    assert (static / "first-picture-narrow.svg").read_text("utf-8") == drawn.draw(stacked=True)
+    described = (ROOT / "intro.md").read_text("utf-8")
+    local, dot, causal = (weights for _, _, weights in drawn.panels())
+    assert f"the request {local[6]:.0%}".replace("%", " %") in described
+    assert f"responds slowly {dot[4]:.0%}".replace("%", " %") in described
+    assert f"is overloaded {causal[2]:.0%}".replace("%", " %") in described
+
+
+FAULTS = {
+    "a script from another host": ("</body>", '<script src="https://example.org/a.js"></script></body>', checks.requests, "another host"),
+    "a script that is not there": ("</body>", '<script src="nowhere.js"></script></body>', checks.requests, "404"),
+    "a formula that is wrong": ("\\(n\\)", "\\(\\frac{n\\)", checks.maths, "error"),
+    "a table that does not scroll": ("<article", '<article><div style="width:900px;height:9px">x</div><article', checks.width, "sideways"),
+    "a bright panel": ("<article", '<article><div style="background:#fff;height:99px">x</div><article', checks.darkness, "bright"),
+    "a picture without words": ("<article", '<article><img src="../_static/logo.svg"><article', checks.pictures, "without a text"),
+    "a picture that is not there": (
+        "<article", '<article><img src="no.png" alt="A curve that falls from 1 to 0."><article', checks.pictures, "does not load"
+    ),
+    "a button without a name": ("<article", "<article><button></button><article", checks.accessibility, "button-name"),
+    "text too pale to read": (
+        "<article", '<article><p style="color:#ccc;background:#fff">pale</p><article', checks.accessibility, "color-contrast"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, tmp_path: Path, context: Open) -> None:
+    """A copy of a page with one thing broken: the check that should notice does."""
+    old, new, check, message = FAULTS[fault]
+    sound = (SITE / "chapters" / "notation.html").read_text("utf-8")
+    assert sound.count(old) >= 1
+    for entry in SITE.iterdir():
+        os.symlink(entry, tmp_path / entry.name) if entry.name != "chapters" else None
+    (tmp_path / "chapters").mkdir()
+    (tmp_path / "chapters" / "broken.html").write_text(sound.replace(old, new, 1), encoding="utf-8")
+    server = serve(tmp_path)
+    try:
+        mode = "dark" if check is checks.darkness else "phone" if check is checks.width else "light"
+        visit = checks.Visit(context(mode), f"http://127.0.0.1:{server.server_port}", "chapters/broken.html")
+        findings = check(visit)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert any(message in finding for finding in findings), findings
+
+
+def test_links_between_pages_stay_on_this_site(address: str) -> None:
+    """No page points at the address it was built at."""
+    for path in PAGES:
+        for target in re.findall(r'href="(http[^"]+)"', (SITE / path).read_text("utf-8")):
+            assert urlparse(target).hostname not in ("localhost", "127.0.0.1"), (path, target)
