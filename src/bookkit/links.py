@@ -66,7 +66,10 @@ class _Page(HTMLParser):
 def problems(site: Path) -> list[str]:
     """Return what is wrong with the links and resources of the site in folder `site`, one sentence each."""
     site = site.resolve()
-    pages = {path: _Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    written = (
+        path for path in sorted(site.rglob("*.html")) if "_static" not in path.parts
+    )  # a theme's templates lie there
+    pages = {path: _Page(path.read_text(encoding="utf-8")) for path in written}
     if not pages:
         return [f"{site} holds no page; build the site first"]
     wrong = []

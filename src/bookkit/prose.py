@@ -3,7 +3,8 @@
 Checked: decimals, percentages, powers of ten as code writes them (3e-5), and whole numbers above `SMALL`. A number
 passes when an output of the chapter rounds to it, or when it stands in the chapter's code, where a reader sees that it
 was chosen and not computed. After "about", "over" and their like an output within ten per cent is enough.
-Not checked: mathematics, code, references, years, numbers of chapters, sections, equations, exercises and layers.
+Of inline mathematics, decimals are checked ("$1/n = 0.0156$").
+Not checked: displayed equations, code, references, years, numbers of chapters, sections, equations, exercises and layers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ _HIDDEN = [
         (r"\$\$.*?\$\$(\s*\([\w-]+\))?", re.DOTALL),
         (r"\{[\w:-]+\}`[^`]*`", 0),  # roles: {eq}`…`, {cite:p}`…`
         (r"`[^`\n]+`", 0),
-        (r"(?<!\\)\$[^$]+?(?<!\\)\$", re.DOTALL),
         (r"\]\([^)]*\)", 0),  # a link's target
         (r"^:::+.*$|^:[\w-]+:.*$|^\([\w-]+\)=\s*$", re.MULTILINE),  # directives, options, labels
         (r"https?://\S+", 0),
@@ -50,6 +50,8 @@ _HIDDEN = [
         ),
     )
 ]
+_MATHS = re.compile(r"(?<!\\)\$[^$]+?(?<!\\)\$", re.DOTALL)
+_DECIMAL = re.compile(r"(?<![\w.])[−-]?\s?\d+\.\d+")
 _NUMBER = re.compile(
     r"(?<![\w.,/^_-])(?P<sign>[−-]\s?)?(?P<digits>\d{1,3}(?:[,’\u2009\u202f]\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)"
     r"(?P<power>e[+−-]?\d+)?(?:st|nd|rd|th)?(?P<percent>\s?%|\s+per\s?cent)?(?![\w])(?!\.\d)(?!-[A-Za-z])"
@@ -80,6 +82,7 @@ def numbers(markdown: str, cell: int = 0) -> Iterator[Number]:
     visible = markdown
     for pattern in _HIDDEN:
         visible = pattern.sub(lambda match: " " * len(match[0]), visible)
+    visible = _MATHS.sub(_decimals_alone, visible)
     for match in _NUMBER.finditer(visible):
         digits = re.sub(r"[,’\u2009\u202f]", "", match["digits"])
         power = int((match["power"] or "e0")[1:].replace("−", "-"))
@@ -98,6 +101,13 @@ def numbers(markdown: str, cell: int = 0) -> Iterator[Number]:
             percent=bool(match["percent"]),
             loosely=bool(_LOOSELY.search(visible[: match.start()])),
         )
+
+
+def _decimals_alone(maths: re.Match[str]) -> str:
+    kept = [" "] * len(maths[0])
+    for match in _DECIMAL.finditer(maths[0]):
+        kept[match.start() : match.end()] = match[0]
+    return "".join(kept)
 
 
 def stated(output: str) -> set[float]:

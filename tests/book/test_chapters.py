@@ -71,6 +71,11 @@ def test_references_lead_somewhere(number):
     assert cited <= keys
 
 
+def test_every_chapter_stands_in_the_table_of_contents_in_order():
+    listed = re.findall(r"^\s*- file: chapters/(\d\d-[\w-]+)$", (ROOT / "_toc.yml").read_text(), re.MULTILINE)
+    assert listed == [path.stem for path in CHAPTERS.values()]
+
+
 def test_claims_hold_together():
     found = claims.problems()
     assert not found, "\n".join(found)

@@ -47,6 +47,8 @@ def test_supported(prose):
         ("(0.42)", "0.42"),
         ("0.42.", "0.42"),
         ("from 0.97 to 0.42", "0.42"),
+        ("$1/n = 0.42$", "0.42"),
+        ("$s = -0.97$", "-0.97"),
     ],
 )
 def test_planted_wrong_numbers_are_found(prose, wrong):
@@ -56,7 +58,7 @@ def test_planted_wrong_numbers_are_found(prose, wrong):
 @pytest.mark.parametrize(
     "prose",
     [
-        "$0.42$ and $$x = 0.42$$ (eq-01-x) and `0.42`",
+        "$x_{42}$ and $$x = 0.42$$ (eq-01-x) and `0.42`",
         "```python\n0.42\n```",
         "{eq}`eq-13-14` and {cite:p}`vaswani2017attention` and [here](https://a.org/0.42)",
         "chapter 13, chapters 14 and 15, section 13.2, Exercise 16.1, equation (13.2), layer 14, heads 13, 14 and 15",
