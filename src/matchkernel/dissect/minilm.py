@@ -66,7 +66,7 @@ def load() -> Encoder:
         model = Encoder(SIZE, _Tokenizer(tokenizers, paths[TOKENIZER]))
     stored = safetensors.load_file(paths[WEIGHTS])
     model.load_state_dict({_rename(name): stored[name] for name in stored.keys() - UNUSED}, assign=True)
-    return model.requires_grad_(False)
+    return model
 
 
 def _rename(name: str) -> str:

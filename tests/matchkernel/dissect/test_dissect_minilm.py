@@ -1,5 +1,6 @@
 """The opened model is the published one: held against a closed form, and against transformers."""
 
+import copy
 import json
 import math
 import os
@@ -184,3 +185,14 @@ def test_empty_texts_and_empty_lists(model):
     assert_close(reading.weights.sum(-1), torch.ones(6, 12, 2))
     assert model.embed([]).shape == (0, 384)
     assert torch.isfinite(model.embed([""])).all()
+
+
+# Where there is a GPU the same must hold there; without one there is nothing to run, so nothing is skipped.
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_a_moved_copy_reads_the_same(model, texts, device):
+    moved = copy.deepcopy(model).to(device)
+    reading = moved.read(texts[0], mask=lambda tokens: torch.ones(len(tokens), dtype=torch.bool))
+    assert reading.weights.device.type == device
+    assert_close(reading.sentence.cpu(), model.read(texts[0]).sentence, rtol=0, atol=1e-4)
+    assert_close(moved.embed(texts).cpu(), model.embed(texts), rtol=0, atol=1e-4)
+    assert device in repr(moved)

@@ -183,6 +183,24 @@ def test_a_forbidden_key_gets_nothing_and_the_rest_share(model, trained, texts):
     assert_close(model.embed(texts, mask=no_start), alone, rtol=0, atol=2e-6)
 
 
+def test_texts_of_one_length_keep_each_its_own_mask_and_hook(model):
+    texts = ["the red door opened", "a very red door", "red paint on doors"]
+    assert len({len(model.tokenize(text)) for text in texts}) == 1
+
+    def no_red(tokens):
+        allowed = torch.ones(len(tokens), dtype=torch.bool)
+        allowed[tokens.find("red")] = False
+        return allowed
+
+    def even_keys(layer, q, k, v):
+        length = k.norm(dim=-1, keepdim=True)
+        return q, k * length.mean() / length, v
+
+    for options in ({"mask": no_red}, {"intervene": even_keys}):
+        alone = torch.stack([model.read(text, **options).sentence for text in texts])
+        assert_close(model.embed(texts, **options), alone, rtol=0, atol=2e-6)
+
+
 def test_a_mask_may_differ_by_head_even_where_kernels_do(model, trained):
     n = len(trained.tokens)
     mask = torch.ones(12, n, n, dtype=torch.bool)
