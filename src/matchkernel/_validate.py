@@ -45,6 +45,7 @@ def build_problem(
     n, m = q.shape[-2], k.shape[-2]
     if mask is not None:
         check_mask(mask, torch.Size((*batch, n, m)))
+        mask = mask[(None,) * max(0, 2 - mask.dim())]
     default_query = torch.arange(m - n, m, device=q.device)
     default_key = torch.arange(m, device=q.device)
     visibility = Visibility(

@@ -52,17 +52,20 @@ class Fused:
         scale = kernel.scale(q.shape[-1])
         factor = normalizer.factor(place.visible if normalizer.counts_keys else None, q)
         if isinstance(factor, Tensor):
-            q = (q.to(problem.wide) * factor).to(problem.q.dtype)
+            q = (q * factor).to(q.dtype)
         else:
             scale = scale * factor
         width = v.shape[-1]
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        q, k, v = (x.to(dtype) for x in (q, k, v))
         q, k, v = (_fold(x, problem) for x in _same_width(q, k, v))
         out, logsumexp = _attend(q, k, v, problem, scale)
         out = out[..., :width]
         remainder = normalizer.remainder(_unfold(logsumexp, problem, 1)) if logsumexp is not None else None
         out = _unfold(out, problem, 2)
         if remainder is not None:
-            out = out * remainder.unsqueeze(-1).to(out.dtype)
+            out = out * remainder.unsqueeze(-1)
+        out = out.to(problem.q.dtype)
         sees = place.query_sees
         return out if sees is None else zero_where_not(sees, out)
 
@@ -76,7 +79,7 @@ class Fused:
         # Output and log-sum-exp, one copy of whatever had to be padded or encoded, and a dense mask where one is
         # needed.
         held = rows * (width * size + 4) + (problem.q.numel() + problem.k.numel()) * size
-        mask = _bias(problem)[0]
+        mask = _bias(problem, problem.q.dtype)[0]
         held += 0 if mask is None else mask.numel() * mask.element_size()
         return Cost(product_flops(problem, pairs), traffic(problem), held)
 
@@ -87,7 +90,7 @@ class Fused:
 def _attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float) -> tuple[Tensor, Tensor | None]:
     """Output and, from the private operators, log-sum-exp, for folded tensors."""
     n, m = problem.visibility.queries, problem.visibility.keys
-    bias, causal = _bias(problem)
+    bias, causal = _bias(problem, q.dtype)
     if causal and n > m:
         # The first n − m queries stand before every key: they see nothing.
         out, logsumexp = _call(q[..., n - m :, :], k, v, bias, True, scale)
@@ -106,7 +109,7 @@ def _call(
     return PublicFusedAttention.apply(q, k, v, bias, causal, scale), None  # type: ignore[no-untyped-call]
 
 
-def _bias(problem: Problem) -> tuple[Tensor | None, bool]:
+def _bias(problem: Problem, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
     """A float mask in the shape that the fused kernel takes, and whether its own causal order is used."""
     place = problem.visibility
     n, m = place.queries, place.keys
@@ -115,19 +118,17 @@ def _bias(problem: Problem) -> tuple[Tensor | None, bool]:
     one_row = place.mask is None or place.mask.dim() < 2 or place.mask.shape[-2] == 1
     joint = _torch_private.available(problem.q.device) and not torch.compiler.is_compiling()
     if square and (place.mask is None or (one_row and joint)):
-        return (None if place.mask is None else _additive(place.mask, problem)), n > 1
+        return (None if place.mask is None else _additive(place.mask, problem, dtype)), n > 1
     if place.allowed is None:
         return None, False
     if place.bias is None:
-        return _additive(place.allowed, problem), False
-    dtype = problem.q.dtype
+        return _additive(place.allowed, problem, dtype), False
     if place.by_position is None:
-        return _additive(place.bias, problem), False
+        return _additive(place.bias, problem, dtype), False
     return _four(torch.where(place.by_position, place.bias.to(dtype), float("-inf")), problem), False
 
 
-def _additive(mask: Tensor, problem: Problem) -> Tensor:
-    dtype = problem.q.dtype
+def _additive(mask: Tensor, problem: Problem, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return _four(mask.detach().to(dtype), problem)
     zeros = torch.zeros((), dtype=dtype, device=mask.device)

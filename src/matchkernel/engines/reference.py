@@ -62,7 +62,8 @@ class Reference:
         weights, v = self._weights(problem)
         if problem.dropout:
             weights = torch.nn.functional.dropout(weights, problem.dropout)
-        out = (weights @ v).to(problem.q.dtype)
+        # A parameter in a wider type than the inputs makes the weights that wide.
+        out = (weights @ v.to(weights.dtype)).to(problem.q.dtype)
         return out.expand(*problem.batch, *out.shape[-2:])
 
     def cost(self, problem: Problem) -> Cost:

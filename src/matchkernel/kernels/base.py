@@ -245,7 +245,9 @@ class ScaledDotKernel(DotKernel):
 
     def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
         encoded = _tensor(self.kernel.encode_query(q, position), self.kernel)
-        return as_factor(self.factor, encoded) * encoded if isinstance(self.factor, Tensor) else encoded
+        if not isinstance(self.factor, Tensor):
+            return encoded
+        return (as_factor(self.factor, encoded) * encoded).to(encoded.dtype)
 
     def encode_key(self, k: Tensor, position: Tensor) -> Encoding:
         return self.kernel.encode_key(k, position)

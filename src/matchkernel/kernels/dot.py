@@ -72,11 +72,12 @@ class Cosine(DotKernel):
         return 1.0 if isinstance(self.temperature, Tensor) else 1.0 / self.temperature
 
     def encode_query(self, q: Tensor, position: Tensor) -> Tensor:
-        unit = direction(q)
-        return (unit / as_factor(self.temperature, unit)) if isinstance(self.temperature, Tensor) else unit
+        if not isinstance(self.temperature, Tensor):
+            return direction(q).to(q.dtype)
+        return (direction(q) / as_factor(self.temperature, q)).to(q.dtype)
 
     def encode_key(self, k: Tensor, position: Tensor) -> Tensor:
-        return direction(k)
+        return direction(k).to(k.dtype)
 
     def extra_repr(self) -> str:
         return f"temperature={show(self.temperature)}"
@@ -149,19 +150,19 @@ class Bilinear(DotKernel):
 
 
 def direction(x: Tensor) -> Tensor:
-    """x / |x| along the last dimension, and 0 where x is 0. Norms in float32 or wider; large and tiny entries are safe.
+    """x / |x| along the last dimension, and 0 where x is 0, in float32 or wider; large and tiny entries are safe.
 
     The inputs are first divided by their largest entry, which changes no direction and keeps the squares in range.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if x.shape[-1] == 0:
-        return x
+        return wide
     largest = wide.detach().abs().amax(dim=-1, keepdim=True)
     wide = wide / torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     square = (wide * wide).sum(dim=-1, keepdim=True)
     # The square root's slope at 0 is infinite; a zero vector takes the branch that never meets it.
     nonzero = square > 0
-    return torch.where(nonzero, wide / torch.where(nonzero, square, 1.0).sqrt(), torch.zeros_like(wide)).to(x.dtype)
+    return torch.where(nonzero, wide / torch.where(nonzero, square, 1.0).sqrt(), torch.zeros_like(wide))
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def as_factor(value: HeadValue, like: Tensor) -> HeadValue:
         return value
     if value.dim() == 0 or value.shape[0] == 1:
         return value.reshape(())
-    if like.dim() < 3 or like.shape[-3] not in (1, value.shape[0]):
+    if like.dim() < 3 or like.shape[-3] != value.shape[0]:
         raise ValueError(
             f"a value with one entry per head has shape {tuple(value.shape)}, "
             f"so q needs {value.shape[0]} heads at dimension -3, got shape {tuple(like.shape)}"
