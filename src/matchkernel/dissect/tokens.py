@@ -45,7 +45,7 @@ class Tokens:
         before, after = (r"\b" if re.match(r"\w", edge) else "" for edge in (phrase[0], phrase[-1]))
         whole = re.compile(before + re.escape(phrase) + after, re.IGNORECASE)
         return [
-            [i for i, (start, end) in enumerate(self.spans) if start < end and start < hit.end() and end > hit.start()]
+            [i for i, (start, end) in enumerate(self.spans) if start < hit.end() and end > hit.start()]
             for hit in whole.finditer(self.source)
         ]
 
