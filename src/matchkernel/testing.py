@@ -16,6 +16,7 @@ from .kernels.base import MatchKernel
 from .normalizers import Normalizer, ScalableSoftmax, SinkSoftmax, Softmax
 
 NAN = float("nan")
+TINY = 1e-300
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
@@ -26,8 +27,9 @@ class KernelContract:
         def make_kernel(self):
             return Cauchy()
 
-    `query_dim`, `key_dim` and `heads` say what inputs the kernel takes; `smooth` = False leaves out second derivatives
-    for a kernel that has none. Parameters should be random, not at a symmetric point: the facts are tested as they stand.
+    `query_dim`, `key_dim` and `heads` say what inputs the kernel takes; `smooth` = False leaves out second
+    derivatives for a kernel that has none. Parameters should be random, not at a symmetric point: the facts are
+    tested as they stand.
     """
 
     query_dim = 6
@@ -334,7 +336,7 @@ class KernelContract:
         q, k, _ = self.draw()
         here = scores(q, k, kernel)
         there = scores(q, k, kernel, query_position=torch.arange(7) + 11, key_position=torch.arange(7) + 11)
-        self._hold(kernel.position_invariant, "position_invariant", [(there - here).abs().max() / here.abs().max()])
+        self._hold(kernel.position_invariant, "position_invariant", [(there - here).abs().max() / here.abs().max().clamp_min(TINY)])
 
     def _points(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -389,20 +391,21 @@ def _asymmetry(kernel: MatchKernel, x: Tensor) -> Tensor:
     # One position for all, so that only the content is swapped.
     position = torch.zeros(x.shape[-2])
     table = scores(x, x, kernel, query_position=position, key_position=position)
-    return (table - table.mT).abs().max() / table.abs().max()
+    return (table - table.mT).abs().max() / table.abs().max().clamp_min(TINY)
 
 
 def _moved(kernel: MatchKernel, x: Tensor) -> Tensor:
     here, there = scores(x, x, kernel), scores(x + 1.7, x + 1.7, kernel)
-    return (there - here).abs().max() / here.abs().max()
+    return (there - here).abs().max() / here.abs().max().clamp_min(TINY)
 
 
 def _negativity(gram: Tensor) -> Tensor:
     """How far below zero the spectrum reaches, or how asymmetric the matrix is, relative to its largest entry."""
     symmetric = (gram + gram.mT) / 2
     values = torch.linalg.eigvalsh(symmetric)
-    below = (-values[..., 0] / gram.abs().amax((-2, -1)) / gram.shape[-1]).max()
-    return torch.maximum(below, ((gram - gram.mT).abs().amax() / gram.abs().amax()))
+    largest = gram.abs().amax((-2, -1)).clamp_min(TINY)
+    below = (-values[..., 0] / largest / gram.shape[-1]).max()
+    return torch.maximum(below, ((gram - gram.mT).abs().amax((-2, -1)) / largest).max())
 
 
 def _centre(gram: Tensor) -> Tensor:

@@ -55,6 +55,9 @@ class Fused:
             q = (q * factor).to(q.dtype)
         else:
             scale = scale * factor
+        if scale <= 0.0:
+            # torch multiplies the −inf of its causal mask by the scale: a negative or zero one makes it +inf or NaN.
+            q, scale = q * scale, 1.0
         width = v.shape[-1]
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         q, k, v = (x.to(dtype) for x in (q, k, v))

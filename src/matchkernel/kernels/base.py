@@ -105,6 +105,15 @@ class DotKernel(MatchKernel):
     holds what depends on the query alone: a softmax over the keys cannot see it, so it is added only where it is seen.
     """
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "match" in cls.__dict__:
+            # A fused kernel never calls it, so the scores would depend on who computes them.
+            raise TypeError(
+                f"{cls.__name__} is a DotKernel, whose match is the inner product of its encodings: "
+                "override the encoders, or subclass MatchKernel to write another match"
+            )
+
     def scale(self, width: int) -> float:
         """The number that multiplies the inner product, given the width of the encodings."""
         return 1.0

@@ -10,9 +10,9 @@ def squared_distance(q: Tensor, k: Tensor) -> Tensor:
     """|q_i − k_j|² for all pairs.
 
     q (…, n, d), k (…, m, d) → (…, n, m), never below zero. One matrix product, 2nmd operations, and twice
-    differentiable everywhere, which `torch.cdist` is not. Both are first moved by one detached point, the first key: distances do not
-    change, and the cancellation in |q|² + |k|² − 2q·k stays small when the data lie far from the origin. A mean over
-    the keys would do as well, but would let a later key reach the last digit of an earlier row.
+    differentiable everywhere, which `torch.cdist` is not. Both are first moved by one detached point, the first key:
+    distances do not change, and the cancellation in |q|² + |k|² − 2q·k stays small when the data lie far from the
+    origin. A mean over the keys would do as well, but would let a later key reach the last digit of an earlier row.
     """
     if k.shape[-2]:
         anchor = k[..., :1, :].detach()

@@ -1,0 +1,80 @@
+"""One list of kernels; every property of the contract runs over all of it."""
+
+import torch
+
+import matchkernel as mk
+
+Tensor = torch.Tensor
+
+
+class Cauchy(mk.MatchKernel):
+    """A reader's own kernel, that only has a match."""
+
+    symmetric = translation_invariant = position_invariant = True
+
+    def match(self, q: Tensor, k: Tensor) -> Tensor:
+        return -torch.log1p(mk.squared_distance(q, k))
+
+
+class NormColumn(mk.DotKernel):
+    """−|q − k|²/2 as an inner product with one more coordinate, and a query term that a softmax cannot see."""
+
+    symmetric = translation_invariant = position_invariant = positive_definite = True
+    score_positive_definite = "conditionally"
+
+    def encode_query(self, q: Tensor, position: Tensor) -> Tensor:
+        return torch.cat([q, torch.ones_like(q[..., :1])], -1)
+
+    def encode_key(self, k: Tensor, position: Tensor) -> Tensor:
+        return torch.cat([k, -k.square().sum(-1, keepdim=True) / 2], -1)
+
+    def query_term(self, q: Tensor, position: Tensor) -> Tensor:
+        return -q.square().sum(-1) / 2
+
+
+class Distance(mk.MatchKernel):
+    """−|i − j|/4, from positions alone: what the encoders are for."""
+
+    symmetric = position_invariant = True
+
+    def encode_query(self, q: Tensor, position: Tensor) -> Tensor:
+        return position.to(q.dtype).unsqueeze(-1) + 0.0 * q[..., :1]
+
+    def encode_key(self, k: Tensor, position: Tensor) -> Tensor:
+        return position.to(k.dtype).unsqueeze(-1) + 0.0 * k[..., :1]
+
+    def match(self, q: Tensor, k: Tensor) -> Tensor:
+        return -(q - k.mT).abs() / 4
+
+
+def _learned(*entries: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(entries))
+
+
+def make() -> dict[str, mk.MatchKernel]:
+    """Fresh kernels for q, k of width 6 and two heads, the same every time."""
+    generator = torch.Generator().manual_seed(7)
+    per_head = torch.tensor([0.5, 2.0])
+    kernels = [
+        mk.Dot(),
+        mk.ScaledDot(),
+        mk.Cosine(),
+        mk.Cosine(0.4),
+        mk.Cosine(per_head),
+        mk.Cosine(_learned(0.5, 0.9)),
+        mk.Bilinear(6, generator=generator),
+        mk.Bilinear(6, rank=2, generator=generator),
+        Cauchy(),
+        NormColumn(),
+        Distance(),
+        mk.Dot() + NormColumn(),
+        0.5 * NormColumn() + mk.Cosine(),
+        per_head * NormColumn(),
+        mk.ScaledDot() + Distance(),
+        0.3 * Cauchy(),
+        -0.5 * mk.Dot(),
+        0.0 * mk.Dot(),
+        _learned(0.7, 1.2) * (mk.ScaledDot() + mk.Bilinear(6, generator=generator)),
+        _learned(0.8, 1.3) * Cauchy(),
+    ]
+    return {f"{number:02d} {kernel!r}": kernel for number, kernel in enumerate(kernels)}
