@@ -62,8 +62,8 @@ def plant(fault: Fault, notebook: Notebook) -> tuple[Notebook, list[str]]:
 def idle(fault: Fault, notebook: Notebook) -> set[str]:
     """Return the ids of cells that need not run to catch the fault: drawings and solutions that nothing depends on.
 
-    A cell that is tagged hide-input or hide-cell is idle when it holds neither the fault nor a claim, and no other cell
-    mentions a name that it gives.
+    A cell that is tagged hide-input or hide-cell is idle when it holds neither the fault nor a claim, draws no random
+    numbers (later cells would draw others), and gives no name that another cell mentions.
     """
     cells = code_cells(notebook)
     found: set[str] = set()
@@ -71,6 +71,8 @@ def idle(fault: Fault, notebook: Notebook) -> set[str]:
         source = text(cell["source"])
         hidden = {"hide-input", "hide-cell"} & set(tags(cell))
         if not hidden or fault.replace in source or any(tag.startswith("claim-") for tag in tags(cell)):
+            continue
+        if re.search(r"\bgenerator\b", source):
             continue
         others = "\n".join(text(other["source"]) for other in cells if other["id"] not in found | {cell["id"]})
         if not any(re.search(rf"\b{re.escape(name)}\b", others) for name in _given(source)):

@@ -4,7 +4,8 @@ Checked: decimals, percentages, powers of ten as code writes them (3e-5), and wh
 passes when an output of the chapter rounds to it, or when it stands in the chapter's code, where a reader sees that it
 was chosen and not computed. After "about", "over" and their like an output within ten per cent is enough.
 Of inline mathematics, decimals are checked ("$1/n = 0.0156$").
-Not checked: displayed equations, code, references, years, numbers of chapters, sections, equations, exercises and layers.
+Not checked: displayed equations, code, references, years, the numbers of chapters, equations, exercises, layers and
+heads.
 """
 
 from __future__ import annotations

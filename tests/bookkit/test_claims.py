@@ -116,5 +116,6 @@ def test_only_cells_that_nothing_depends_on_are_idle():
         code("assert table == 1", tags=("claim-C02", "hide-input")),
         code("table[0] = 3", tags=("hide-cell",)),
         code("y = 5"),
+        code("sketch(torch.randn(3, generator=generator))", tags=("hide-input",)),
     ]
     assert faults.idle(fault, notebook(*cells)) == {cells[1]["id"]}
