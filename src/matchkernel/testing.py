@@ -336,7 +336,8 @@ class KernelContract:
         q, k, _ = self.draw()
         here = scores(q, k, kernel)
         there = scores(q, k, kernel, query_position=torch.arange(7) + 11, key_position=torch.arange(7) + 11)
-        self._hold(kernel.position_invariant, "position_invariant", [(there - here).abs().max() / here.abs().max().clamp_min(TINY)])
+        change = (there - here).abs().max() / here.abs().max().clamp_min(TINY)
+        self._hold(kernel.position_invariant, "position_invariant", [change])
 
     def _points(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
