@@ -16,7 +16,6 @@ class Visit:
         self.complaints: list[str] = []
         self.outside: list[str] = []
         self.page: Page = context.new_page()
-        self.page.route(lambda url: self._is_outside(url), lambda route: route.abort())
         self.page.on("request", self._note_request)
         self.page.on("console", lambda said: self._complain("console", said.text) if said.type == "error" else None)
         self.page.on("pageerror", lambda error: self._complain("script", str(error)))
