@@ -66,37 +66,46 @@ class Visibility:
             return self.by_position if self.by_mask is None else self.by_mask
         return self.by_position & self.by_mask
 
+    @property
+    def plain_causal(self) -> bool:
+        """Causal order aligned to the end, no window: what fused kernels know by themselves."""
+        return self.causal and self.aligned and self.window is None
+
+    @property
+    def by_key(self) -> bool:
+        """Whether the mask, if any, treats all queries alike."""
+        return self.mask is None or self.mask.shape[-2] == 1
+
     @cached_property
     def visible(self) -> Tensor:
         """How many keys each query may attend to, (…, n | 1, 1), as integers."""
-        if self.mask is None and self.causal and self.window is None and self.aligned:
-            return (self.query_position + 1).clamp(0, self.keys).unsqueeze(-1)
+        if self.plain_causal and self.by_key:
+            # Counted along the keys, so that no n × m table is formed.
+            keys = self.query_position.new_ones(self.keys, dtype=torch.bool) if self.by_mask is None else self.by_mask
+            counts = keys.expand(*keys.shape[:-1], self.keys).cumsum(-1).reshape(*keys.shape[:-2], self.keys)
+            before = torch.nn.functional.pad(counts, (1, 0))
+            return before.index_select(-1, (self.query_position + 1).clamp_min(0)).unsqueeze(-1)
         if self.allowed is None:
             return torch.tensor([[self.keys]], device=self.query_position.device)
-        rows = self.allowed.shape[-2]
-        return self.allowed.expand(*self.allowed.shape[:-2], rows, self.keys).sum(-1, keepdim=True)
+        return self.allowed.expand(*self.allowed.shape[:-1], self.keys).sum(-1, keepdim=True)
 
     @cached_property
     def query_sees(self) -> Tensor | None:
         """Queries with at least one permitted key, (…, n | 1); None when that is all of them."""
         if self.keys == 0:
             return torch.zeros(1, dtype=torch.bool, device=self.query_position.device)
-        if (
-            self.mask is None
-            and self.aligned
-            and self.window is None
-            and (not self.causal or self.queries <= self.keys)
-        ):
+        if self.mask is None and (not self.ordered or (self.plain_causal and self.queries <= self.keys)):
             return None
-        return None if self.allowed is None else self.allowed.any(-1)
+        return self.visible.squeeze(-1) > 0
 
     @cached_property
     def key_seen(self) -> Tensor | None:
         """Keys that at least one query may attend to, (…, m | 1); None when that is all of them."""
         if self.queries == 0:
             return torch.zeros(1, dtype=torch.bool, device=self.query_position.device)
-        if self.mask is None and self.aligned and self.window is None:
-            return None  # the last query sees every key, causal or not
+        if self.by_key and (self.plain_causal or not self.ordered):
+            # The last query sees every key that the mask permits, causal or not.
+            return None if self.by_mask is None else self.by_mask.squeeze(-2)
         return None if self.allowed is None else self.allowed.any(-2)
 
 

@@ -94,11 +94,28 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float) -> 
     """Output and, from the private operators, log-sum-exp, for folded tensors."""
     n, m = problem.visibility.queries, problem.visibility.keys
     bias, causal = _bias(problem, q.dtype)
+    if causal and n < m:
+        return _after_a_past(q, k, v, scale)
     if causal and n > m:
         # The first n − m queries stand before every key: they see nothing.
         out, logsumexp = _call(q[..., n - m :, :], k, v, bias, True, scale)
         return pad(out, (0, 0, n - m, 0)), None if logsumexp is None else pad(logsumexp, (n - m, 0))
     return _call(q, k, v, bias, causal, scale)
+
+
+def _after_a_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal order with more keys than queries: the past, which all of them see, and the square that ends the keys.
+
+    torch aligns its causal flag to the start, so that one call would need an n × m mask. Two calls do not, and each
+    row's log-sum-exp says how to weigh them.
+    """
+    past = k.shape[-2] - q.shape[-2]
+    out_past, log_past = _call(q, k[..., :past, :], v[..., :past, :], None, False, scale)
+    out_own, log_own = _call(q, k[..., past:, :], v[..., past:, :], None, True, scale)
+    assert log_past is not None and log_own is not None
+    share = torch.sigmoid(log_past - log_own).unsqueeze(-1)
+    out = share * out_past + (1.0 - share) * out_own
+    return out.to(out_own.dtype), torch.logaddexp(log_past, log_own)
 
 
 def _call(
@@ -117,10 +134,9 @@ def _bias(problem: Problem, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
     place = problem.visibility
     n, m = place.queries, place.keys
     # torch's causal flag is aligned to the start, ours to the end: they agree on a square, and one last query sees all.
-    square = place.causal and place.aligned and place.window is None and (n >= m or n == 1)
-    one_row = place.mask is None or place.mask.dim() < 2 or place.mask.shape[-2] == 1
-    joint = _torch_private.available(problem.q.device) and not torch.compiler.is_compiling()
-    if square and (place.mask is None or (one_row and joint)):
+    private = _torch_private.available(problem.q.device) and not torch.compiler.is_compiling()
+    own_order = n >= m or n == 1 or (private and place.mask is None)
+    if place.plain_causal and own_order and (place.mask is None or (place.by_key and private)):
         return (None if place.mask is None else _additive(place.mask, problem, dtype)), n > 1
     if place.allowed is None:
         return None, False
