@@ -2,8 +2,8 @@
 
     .venv/bin/python site/figures/first_picture.py        # writes site/static/first-picture*.svg
 
-The phrases carry small hand-made vectors and the weights come from the library; only the kernel differs between the
-panels. It is an illustration of what a kernel decides, not a measurement of a model.
+The phrases carry the small hand-made vectors of chapter 5 and the weights come from the library; only the kernel
+differs between the panels. It is an illustration of what a kernel decides, not a measurement of a model.
 """
 
 import math
@@ -15,66 +15,67 @@ import matchkernel as mk
 from bookkit.palette import COLORS, INK, PAPER
 
 STATIC = Path(__file__).parents[1] / "static"
-PHRASES = ("Because", "the server", "is overloaded,", "the system", "responds slowly,", "and finally", "the request")
-QUERY = "times out."
+PHRASES = (
+    "Because",
+    "the server",
+    "is overloaded,",
+    "the system",
+    "responds slowly,",
+    "and finally",
+    "the request",
+    "times out.",
+)
+QUERY = PHRASES[-1]
 
-# What each phrase is about:  machine, request, trouble, connective.
+# What each phrase is about, as in chapter 5:
+# thing, trouble, link, cause, effect
 MEANING = torch.tensor(
     [
-        [0.0, 0.0, 0.0, 1.0],
-        [1.0, 0.0, 0.0, 0.0],
-        [0.4, 0.0, 1.0, 0.0],
-        [1.0, 0.1, 0.0, 0.0],
-        [0.3, 0.2, 0.9, 0.0],
-        [0.0, 0.0, 0.0, 1.0],
-        [0.0, 1.0, 0.0, 0.0],
+        [0.0, 0, 1, 0, 0],
+        [1.0, 0, 0, 0, 0],
+        [0.0, 1, 0, 1, 0],
+        [1.0, 0, 0, 0, 0],
+        [0.0, 1, 0, 1, 1],
+        [0.0, 0, 1, 0, 0],
+        [1.0, 0, 0, 0, 0],
+        [0.0, 1, 0, 0, 1],
     ]
 )
-TIMES_OUT = torch.tensor([[0.0, 1.0, 0.6, 0.0]])
-
-# A directed question: trouble looks for trouble that befell a machine, and never for its own subject.
-CAUSE = torch.zeros(4, 4)
-CAUSE[2, 2], CAUSE[2, 0], CAUSE[1, 1] = 4.0, 0.8, -1.0
+CAUSE, EFFECT = 3, 4
 
 
-class Nearness(mk.MatchKernel):
+class Causal(mk.MatchKernel):
+    """s_ij = effect of i × cause of j: an effect looks for what can cause it."""
+
+    def match(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return q[..., EFFECT, None] * k[..., None, :, CAUSE]
+
+
+class Local(mk.MatchKernel):
     """s_ij = −|i − j|: nothing but distance in the text."""
 
     def encode_query(self, q: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return position.to(q)[..., None]
+        return position[..., None].to(q.dtype)
 
     def encode_key(self, k: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return position.to(k)[..., None]
+        return position[..., None].to(k.dtype)
 
     def match(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return -(q - k.mT).abs()
 
 
-def cause_kernel() -> mk.Bilinear:
-    """The bilinear kernel with CAUSE as its matrix."""
-    kernel = mk.Bilinear(4)
-    with torch.no_grad():
-        kernel.weight.copy_(CAUSE)
-    return kernel
-
-
 def panels() -> list[tuple[str, str, list[float]]]:
-    """(title, question, weights of the seven keys) for each kernel."""
-    position = torch.tensor([len(PHRASES)])
+    """(title, question, weights that the last phrase gives to all of them) for each kernel."""
     chosen = [
-        ("local", "who stands near me?", Nearness()),
+        ("local", "who stands near me?", Local()),
         ("dot product", "who is like me?", 3 * mk.Dot()),
-        ("causal", "what brought this about?", cause_kernel()),
+        ("causal", "what brought this about?", 3 * Causal()),
     ]
-    made = []
-    for title, question, kernel in chosen:
-        with torch.no_grad():
-            row = mk.weights(TIMES_OUT, MEANING, kernel, query_position=position)
-        made.append((title, question, [float(weight) for weight in row[0]]))
-    return made
+    return [(title, asks, mk.weights(MEANING, MEANING, kernel)[-1].tolist()) for title, asks, kernel in chosen]
 
 
 def text(x: float, y: float, content: str, *, size: float = 17, color: str = INK, extra: str = "") -> str:
+    """One line of words at (x, y), the left end of its baseline."""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{color}" {extra}>{content}</text>'
 
 
@@ -117,7 +118,7 @@ def phrases(x: float, top: float, row_height: float) -> list[str]:
 
 def draw(*, stacked: bool = False) -> str:
     """The picture as SVG, panels side by side or, for narrow screens, stacked. The same numbers give the same bytes."""
-    row_height, parts = 29 if stacked else 37, []
+    row_height, parts = 29 if stacked else 34, []
     if stacked:
         block = row_height * len(PHRASES) + 136
         width, height = 400, 3 * block

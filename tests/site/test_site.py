@@ -1,9 +1,12 @@
 """The built site in a real browser: every page in light, in dark, and 390 pixels wide."""
 
+import importlib.util
+import json
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import urlparse
 
 import pytest
@@ -92,22 +95,40 @@ def test_hidden_code_opens(address: str, context: Open) -> None:
     assert hidden.locator("pre").first.is_visible()
 
 
-def test_the_first_picture_is_the_one_its_script_draws() -> None:
-    import importlib.util
-
-    script = ROOT / "site" / "figures" / "first_picture.py"
-    spec = importlib.util.spec_from_file_location("first_picture", script)
+def first_picture() -> ModuleType:
+    """The script that draws the picture of the first page, as a module."""
+    spec = importlib.util.spec_from_file_location("first_picture", ROOT / "site" / "figures" / "first_picture.py")
     assert spec and spec.loader
-    drawn = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawn)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_first_picture_is_the_one_its_script_draws() -> None:
+    drawn = first_picture()
     static = ROOT / "site" / "static"
     assert (static / "first-picture.svg").read_text("utf-8") == drawn.draw()
     assert (static / "first-picture-narrow.svg").read_text("utf-8") == drawn.draw(stacked=True)
     described = (ROOT / "intro.md").read_text("utf-8")
     local, dot, causal = (weights for _, _, weights in drawn.panels())
-    assert f"the request {local[6]:.0%}".replace("%", " %") in described
-    assert f"responds slowly {dot[4]:.0%}".replace("%", " %") in described
-    assert f"is overloaded {causal[2]:.0%}".replace("%", " %") in described
+    for phrase, weight in (
+        ("times out itself", local[7]),
+        ("the request", local[6]),
+        ("and finally", local[5]),
+        ("responds slowly", dot[4]),
+        ("times out itself", dot[7]),
+        ("is overloaded", causal[2]),
+        ("responds slowly", causal[4]),
+    ):
+        assert f"{phrase} {100 * weight:.0f} %" in described
+
+
+def test_the_first_picture_and_chapter_5_tell_the_same_story() -> None:
+    chapter = json.loads((ROOT / "chapters" / "05-what-the-kernel-decides.ipynb").read_text("utf-8"))
+    printed = "".join("".join(out.get("text", [])) for cell in chapter["cells"] for out in cell.get("outputs", []))
+    local, dot, causal = (weights for _, _, weights in first_picture().panels())
+    for name, weights in (("dot", dot), ("causal", causal), ("local", local)):
+        assert f"{name:7} " + "  ".join(f"{weight:.2f}" for weight in weights) in printed
 
 
 def _inserted(html: str) -> tuple[str, str]:
