@@ -2,7 +2,9 @@
 
 Checked: decimals, percentages, powers of ten as code writes them (3e-5), and whole numbers above `SMALL`. A number
 passes when an output of the chapter rounds to it, or when it stands in the chapter's code, where a reader sees that it
-was chosen and not computed. After "about", "over" and their like an output within ten per cent is enough.
+was chosen and not computed. One of two digits or fewer would match some output by chance, so that its output has to be
+among the `REACH` cells before or after, unless the chapter sums up what it saw. After "about", "over" and their like
+an output within ten per cent is enough.
 Of inline mathematics, decimals are checked ("$1/n = 0.0156$").
 Not checked: displayed equations, code, references, years, the numbers of chapters, equations, exercises, layers and
 heads.
@@ -14,8 +16,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from bookkit.notebook import Notebook, text
+from bookkit.notebook import Cell, Notebook, text
 
+REACH = 8  # code cells before and after
 SMALL = 12  # a count up to twelve is structure ("two keys", "12 heads"), and would match some output anyway
 
 # "chapters 3, 4 and 5": a word and the numbers that name one of its kind
@@ -54,7 +57,7 @@ _HIDDEN = [
 _MATHS = re.compile(r"(?<!\\)\$[^$]+?(?<!\\)\$", re.DOTALL)
 _DECIMAL = re.compile(r"(?<![\w.])[−-]?\s?\d+\.\d+")
 _NUMBER = re.compile(
-    r"(?<![\w.,/^_-])(?P<sign>[−-]\s?)?(?P<digits>\d{1,3}(?:[,’\u2009\u202f]\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)"
+    r"(?<![\w.,/^_-])(?P<sign>[−-]\s?)?(?P<digits>\d{1,3}(?:[,’\u00a0\u2009\u202f]\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)"
     r"(?P<power>e[+−-]?\d+)?(?:st|nd|rd|th)?(?P<percent>\s?%|\s+per\s?cent)?(?![\w])(?!\.\d)(?!-[A-Za-z])"
 )
 _OUTPUT = re.compile(r"[−-]?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d*)?(?:e[+-]?\d+)?|[−-]?\.\d+(?:e[+-]?\d+)?")
@@ -85,7 +88,7 @@ def numbers(markdown: str, cell: int = 0) -> Iterator[Number]:
         visible = pattern.sub(lambda match: " " * len(match[0]), visible)
     visible = _MATHS.sub(_decimals_alone, visible)
     for match in _NUMBER.finditer(visible):
-        digits = re.sub(r"[,’\u2009\u202f]", "", match["digits"])
+        digits = re.sub(r"[,’\u00a0\u2009\u202f]", "", match["digits"])
         power = int((match["power"] or "e0")[1:].replace("−", "-"))
         decimals = len(digits.partition(".")[2])
         value = float(digits) * 10.0**power
@@ -137,21 +140,37 @@ def unsupported(notebook: Notebook, allowed: Iterable[str] = ()) -> list[Number]
 
     `allowed` lists numbers as written ("0.37") that are right without an output.
     """
-    known: set[float] = set()
-    for cell in notebook["cells"]:
-        if cell["cell_type"] != "code":
-            continue
-        known |= stated(text(cell["source"]))
-        for output in cell["outputs"]:
-            known |= stated(text(output.get("text", "")))
-            for kind, content in output.get("data", {}).items():
-                if kind in {"text/plain", "text/latex", "text/markdown"}:
-                    known |= stated(text(content))
+    cells = notebook["cells"]
+    shown = {index: _shown(cell) for index, cell in enumerate(cells) if cell["cell_type"] == "code"}
+    everywhere = set().union(*shown.values())
     passed = set(allowed)
-    return [
-        number
-        for index, cell in enumerate(notebook["cells"])
-        if cell["cell_type"] == "markdown"
-        for number in numbers(text(cell["source"]), index)
-        if number.written not in passed and not matches(number, known)
-    ]
+    found = []
+    for index, cell in enumerate(cells):
+        if cell["cell_type"] != "markdown":
+            continue
+        before = [number for number in shown if number < index][-REACH:]
+        after = [number for number in shown if number > index][:REACH]
+        nearby = set().union(*(shown[number] for number in before + after))
+        summing_up = "## What we saw" in text(cell["source"])
+        for number in numbers(text(cell["source"]), index):
+            known = everywhere if summing_up or _significant(number) > 2 else nearby
+            if number.written not in passed and not matches(number, known):
+                found.append(number)
+    return found
+
+
+def _significant(number: Number) -> int:
+    """Return the count of significant digits written; zeros that only place the point do not count."""
+    digits = re.sub(r"[^\d.]", "", re.sub(r"e.*", "", number.written))
+    return len(digits.replace(".", "").strip("0") if "." not in digits else digits.replace(".", "").lstrip("0"))
+
+
+def _shown(cell: Cell) -> set[float]:
+    """Return the numbers in a cell's code and in what it shows."""
+    known = stated(text(cell["source"]))
+    for output in cell["outputs"]:
+        known |= stated(text(output.get("text", "")))
+        for kind, content in output.get("data", {}).items():
+            if kind in {"text/plain", "text/latex", "text/markdown"}:
+                known |= stated(text(content))
+    return known

@@ -96,3 +96,11 @@ def test_context_and_place_are_told():
 
 def test_numbers_are_read_from_outputs():
     assert stated("tensor([1.5000, -0.2934]) (3, 21) 1,024 2.") == {1.5, -0.2934, 3, 21, 1024, 2}
+
+
+def test_a_short_number_needs_its_output_nearby_and_a_long_one_does_not():
+    far = [code(f"x = {number}e3") for number in range(8)]
+    noted = notebook(code("1", stream("0.42 0.421")), *far, markdown("0.42 and 0.421"))
+    assert [number.written for number in unsupported(noted)] == ["0.42"]
+    assert unsupported(notebook(code("1", stream("0.42")), *far, markdown("## What we saw\n\n0.42"))) == []
+    assert unsupported(notebook(code("1", stream("0.42")), *far[1:], markdown("0.42"))) == []
