@@ -77,7 +77,8 @@ class Softmax(SoftmaxFamily):
         return 1.0 / as_factor(self.temperature, like)
 
     def extra_repr(self) -> str:
-        return "" if self.temperature == 1.0 else f"temperature={show(self.temperature)}"
+        plain = not isinstance(self.temperature, Tensor) and self.temperature == 1.0
+        return "" if plain else f"temperature={show(self.temperature)}"
 
 
 class SinkSoftmax(SoftmaxFamily):

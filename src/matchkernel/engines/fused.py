@@ -160,8 +160,6 @@ def _four(bias: Tensor, problem: Problem) -> Tensor:
         bias.expand(*bias.shape[:-1], problem.visibility.keys) if bias.dim() else bias.expand(problem.visibility.keys)
     )
     bias = bias[(None,) * max(0, 4 - bias.dim())]
-    if bias.dim() == 4:
-        return bias
     lead = bias.shape[:-3]
     target = problem.batch[:-1]
     return (bias if lead.numel() == 1 else bias.expand(*target, *bias.shape[-3:])).reshape(-1, *bias.shape[-3:])
