@@ -50,8 +50,9 @@ def square_to_double_sum(expression: Expression, second_index: Expression) -> Ex
     def expand(node: Expression) -> Expression:
         index, low, high = node.base.limits[0]
         term = node.base.function
-        return sympy.Sum(sympy.expand_mul(term * term.xreplace({index: second_index})),
-                         (index, low, high), (second_index, low, high))
+        return sympy.Sum(
+            sympy.expand_mul(term * term.xreplace({index: second_index})), (index, low, high), (second_index, low, high)
+        )
 
     return expression.replace(is_squared_sum, expand)
 
@@ -170,8 +171,9 @@ def contract_delta(expression: Expression) -> Expression:
         terms = sympy.Add.make_args(sympy.expand(body))
         if not all(term.has(delta) for term in terms):
             return unchanged
-        return sympy.Sum(sympy.Add(*terms).xreplace({delta: sympy.Integer(1)}).xreplace({second: first}),
-                         (first, low, high))
+        return sympy.Sum(
+            sympy.Add(*terms).xreplace({delta: sympy.Integer(1)}).xreplace({second: first}), (first, low, high)
+        )
 
     return expression.replace(sympy.Sum, contract)
 
