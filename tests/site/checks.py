@@ -151,7 +151,7 @@ def buttons(visit: Visit) -> list[str]:
             cells: document.querySelectorAll("div.cell_input div.highlight").length,
             copies: document.querySelectorAll("div.cell_input button.copybtn").length,
             notebook: document.querySelectorAll("div.cell").length > 0,
-            download: document.querySelector(".article-header-buttons a[href$='.ipynb']")?.href ?? null,
+            download: document.querySelector(".dropdown-download-buttons a[href$='.ipynb']")?.href ?? null,
             leads: document.querySelectorAll(".prev-next-area a").length,
         })"""
     )
