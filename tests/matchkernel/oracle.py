@@ -40,7 +40,7 @@ def by_loop(
     factor: Callable[[int], float] = lambda keys: 1.0,
     sink: float | None = None,
 ) -> Tensor:
-    """Attention for q (n, d), k (m, d), v (m, width), one pair at a time; `factor` is given the row's permitted keys."""
+    """Attention for q (n, d), k (m, d), v (m, width), pair by pair; `factor` is given the row's count of keys."""
     queries, keys, values = q.tolist(), k.tolist(), v.tolist()
     out = []
     for i, query in enumerate(queries):

@@ -1,6 +1,5 @@
 """How a query scores a key, against closed forms, scikit-learn and torch's own modules."""
 
-import copy
 import math
 import sys
 from pathlib import Path
@@ -56,11 +55,7 @@ def test_low_rank_bilinear_is_the_product_of_its_factors() -> None:
 def test_bilinear_starts_with_scores_of_unit_variance(rank: int | None) -> None:
     kernel = mk.Bilinear(64, 48, rank, generator=torch.Generator().manual_seed(0)).double()
     scores = kernel(draw(2000, 64, seed=1), draw(2000, 48, seed=2))
-    assert 0.8 < float(scores.var()) < 1.2
-    again = copy.deepcopy(kernel)
-    again.reset_parameters(torch.Generator().manual_seed(0))
-    for a, b in zip(kernel.float().parameters(), again.parameters(), strict=True):
-        assert a.shape == b.shape and not torch.equal(a.double(), torch.zeros_like(b))
+    assert 0.8 < scores.var().item() < 1.2
 
 
 def test_bilinear_draws_what_its_generator_says() -> None:
@@ -121,7 +116,7 @@ def test_sums_of_dots_stay_dots_and_others_do_not() -> None:
 
 def test_the_algebra_refuses_what_is_no_kernel_and_no_number() -> None:
     for wrong in (lambda: mk.Dot() + 1, lambda: mk.Dot() * True, lambda: "2" * mk.Dot(), lambda: mk.Dot() * mk.Dot()):
-        with pytest.raises(TypeError, match="unsupported operand|can't multiply"):
+        with pytest.raises(TypeError, match=r"unsupported operand|can't multiply"):
             wrong()
 
 
@@ -161,7 +156,7 @@ def test_parameters_of_parts_belong_to_the_whole() -> None:
         (lambda: mk.Cosine(torch.tensor(1)), ValueError, "floating-point tensor.*int64"),
         (lambda: mk.Cosine("1"), TypeError, r"Cosine\(temperature=…\): expected a number.*got '1'"),
         (lambda: mk.Cosine(True), TypeError, "got True"),
-        (lambda: mk.Softmax(math.nan), ValueError, r"Softmax\(temperature=…\): expected a finite number above 0, got nan"),
+        (lambda: mk.Softmax(math.nan), ValueError, r"Softmax\(temperature=…\): expected a finite.*above 0, got nan"),
         (lambda: mk.SinkSoftmax(math.inf), ValueError, r"SinkSoftmax\(logit=…\): expected a finite number, got inf"),
         (lambda: mk.ScalableSoftmax(0), ValueError, r"ScalableSoftmax\(s=…\).*above 0"),
         (lambda: math.nan * mk.Dot(), ValueError, r"\(factor=…\): expected a finite number, got nan"),

@@ -74,15 +74,17 @@ class Fused:
 
     def cost(self, problem: Problem) -> Cost:
         place, size = problem.visibility, problem.q.element_size()
+        mask, own_order = _bias(problem, problem.q.dtype)
         pairs = problem.pairs
-        if place.causal and place.aligned:
-            pairs -= problem.batch.numel() * place.queries * (place.queries - 1) // 2
+        if own_order:
+            # The rows that see anything end with the keys: m, m − 1, … of them. A dense mask saves nothing.
+            rows = min(place.queries, place.keys)
+            pairs = problem.batch.numel() * (rows * place.keys - rows * (rows - 1) // 2)
         width = max(problem.q.shape[-1], problem.v.shape[-1])
         rows = problem.batch.numel() * place.queries
         # Output and log-sum-exp, one copy of whatever had to be padded or encoded, and a dense mask where one is
         # needed.
         held = rows * (width * size + 4) + (problem.q.numel() + problem.k.numel()) * size
-        mask = _bias(problem, problem.q.dtype)[0]
         held += 0 if mask is None else mask.numel() * mask.element_size()
         return Cost(product_flops(problem, pairs), traffic(problem), held)
 

@@ -140,6 +140,7 @@ class DotKernel(MatchKernel):
         encoded_k = self.encode_key(k, key_position)
         if not isinstance(encoded_q, Tensor) or not isinstance(encoded_k, Tensor):
             raise TypeError(f"{type(self).__name__} is a DotKernel: its encoders must return one tensor each")
+        self._check_encodings(q, k, encoded_q, encoded_k)
         term = None if up_to_row_shift else self.query_term(q, query_position)
         if term is None:
             return encoded_q, encoded_k
@@ -149,6 +150,20 @@ class DotKernel(MatchKernel):
             _concatenate(encoded_q * (before / after), column.to(encoded_q.dtype)),
             _concatenate(encoded_k, encoded_k.new_ones(1).expand(*encoded_k.shape[:-1], 1)),
         )
+
+    def _check_encodings(self, q: Tensor, k: Tensor, encoded_q: Tensor, encoded_k: Tensor) -> None:
+        """Equal widths, and one row per token: torch's fused kernel reads past the end of what is shorter."""
+        if encoded_q.shape[-1] != encoded_k.shape[-1]:
+            raise ValueError(
+                f"q has shape {tuple(q.shape)} and k has shape {tuple(k.shape)}: {self!r} encodes them with widths "
+                f"{encoded_q.shape[-1]} and {encoded_k.shape[-1]}, expected equal ones"
+            )
+        for name, x, encoded in (("q", q, encoded_q), ("k", k, encoded_k)):
+            if encoded.dim() < 2 or encoded.shape[-2] != x.shape[-2]:
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}: {self!r} encodes it as {tuple(encoded.shape)}, "
+                    f"expected (…, {x.shape[-2]}, width)"
+                )
 
 
 class KernelSum(MatchKernel):
