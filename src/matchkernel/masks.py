@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from .lazy import lazy
 from .shapes import broadcast
 
 Window = tuple[int | None, int | None]
@@ -36,7 +36,7 @@ class Visibility:
         """Whether positions decide anything."""
         return self.causal or self.window is not None
 
-    @cached_property
+    @lazy
     def by_position(self) -> Tensor | None:
         """Permitted by causal order and window, (…, n, m)."""
         if not self.ordered:
@@ -47,7 +47,7 @@ class Visibility:
         allowed = torch.ones_like(behind, dtype=torch.bool) if left is None else behind <= left
         return allowed if right is None else allowed & (behind >= -right)
 
-    @cached_property
+    @lazy
     def by_mask(self) -> Tensor | None:
         """Permitted by the mask alone, in the mask's own shape."""
         if self.mask is None:
@@ -59,7 +59,7 @@ class Visibility:
         """A float mask, to be added to the scores; None for a bool mask."""
         return None if self.mask is None or self.mask.dtype == torch.bool else self.mask
 
-    @cached_property
+    @lazy
     def allowed(self) -> Tensor | None:
         """Permitted at all, broadcastable to (…, n, m)."""
         if self.by_position is None or self.by_mask is None:
@@ -76,7 +76,7 @@ class Visibility:
         """Whether the mask, if any, treats all queries alike."""
         return self.mask is None or self.mask.shape[-2] == 1
 
-    @cached_property
+    @lazy
     def visible(self) -> Tensor:
         """How many keys each query may attend to, (…, n | 1, 1), as integers."""
         if self.plain_causal and self.by_key:
@@ -89,7 +89,7 @@ class Visibility:
             return torch.tensor([[self.keys]], device=self.query_position.device)
         return self.allowed.expand(*self.allowed.shape[:-1], self.keys).sum(-1, keepdim=True)
 
-    @cached_property
+    @lazy
     def query_sees(self) -> Tensor | None:
         """Queries with at least one permitted key, (…, n | 1); None when that is all of them."""
         if self.keys == 0:
@@ -98,7 +98,7 @@ class Visibility:
             return None
         return self.visible.squeeze(-1) > 0
 
-    @cached_property
+    @lazy
     def key_seen(self) -> Tensor | None:
         """Keys that at least one query may attend to, (…, m | 1); None when that is all of them."""
         if self.queries == 0:

@@ -139,7 +139,9 @@ def _bias(problem: Problem, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
     private = _torch_private.available(problem.q.device) and not torch.compiler.is_compiling()
     own_order = n >= m or n == 1 or (private and place.mask is None)
     if place.plain_causal and own_order and (place.mask is None or (place.by_key and private)):
-        return (None if place.mask is None else _additive(place.mask, problem, dtype)), n > 1
+        bias = None if place.mask is None else _additive(place.mask, problem, dtype)
+        # A branch, so that a compiler that traces any n hands torch a bool and not a symbol.
+        return (bias, True) if n > 1 else (bias, False)
     if place.allowed is None:
         return None, False
     if place.bias is None:
