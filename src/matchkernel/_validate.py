@@ -13,6 +13,8 @@ from .normalizers import Normalizer, Softmax
 from .shapes import broadcast
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The defaults hold nothing, and making a module at each call would cost more than checking it.
+_SCALED_DOT, _SOFTMAX = ScaledDot(), Softmax()
 
 
 def build_problem(
@@ -31,11 +33,11 @@ def build_problem(
 ) -> Problem:
     """One checked call; raises TypeError or ValueError for what does not fit."""
     _check_tensors(q, k, v)
-    kernel = ScaledDot() if kernel is None else kernel
+    kernel = _SCALED_DOT if kernel is None else kernel
     if not isinstance(kernel, MatchKernel):
         hint = "; it is a class, so add parentheses" if isinstance(kernel, type) else ""
         raise TypeError(f"kernel: expected a MatchKernel, got {kernel!r}{hint}")
-    normalizer = Softmax() if normalizer is None else normalizer
+    normalizer = _SOFTMAX if normalizer is None else normalizer
     if not isinstance(normalizer, Normalizer):
         hint = "; it is a class, so add parentheses" if isinstance(normalizer, type) else ""
         raise TypeError(f"normalizer: expected a Normalizer, got {normalizer!r}{hint}")

@@ -8,6 +8,8 @@ from torch import Tensor
 
 def broadcast(*shapes: torch.Size) -> torch.Size | None:
     """The shape that all of them broadcast to, or None when there is none."""
+    if all(shape == shapes[0] for shape in shapes):
+        return torch.Size(shapes[0])  # torch's own helper takes twenty microseconds to say so
     try:
         return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError:
