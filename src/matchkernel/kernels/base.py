@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from ..shapes import broadcast
-from .values import HeadValue, as_factor, hold, show
 
 Fact = bool | None
 ScoreFact = bool | None | Literal["conditionally"]
@@ -80,15 +79,13 @@ class MatchKernel(nn.Module):
         """Scores add, so weights multiply."""
         if not isinstance(other, MatchKernel):
             return NotImplemented
-        if isinstance(self, DotKernel) and isinstance(other, DotKernel):
-            return DotSum(self, other)
-        return KernelSum(self, other)
+        return algebra.add(self, other)
 
     def __mul__(self, factor: object) -> MatchKernel:
         """The score times a number, a tensor with one entry per head, or a parameter."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float, Tensor)):
             return NotImplemented
-        return ScaledDotKernel(self, factor) if isinstance(self, DotKernel) else ScaledKernel(self, factor)
+        return algebra.scale(self, factor)
 
     __rmul__ = __mul__
 
@@ -128,18 +125,15 @@ class DotKernel(MatchKernel):
 
     def match(self, q: Encoding, k: Encoding) -> Tensor:
         """scale · q kᵀ, shape (…, n, m)."""
-        if not isinstance(q, Tensor) or not isinstance(k, Tensor):
-            raise TypeError(f"{type(self).__name__} is a DotKernel: its encoders must return one tensor each")
+        q, k = as_tensor(q, self), as_tensor(k, self)
         return self.scale(q.shape[-1]) * (q @ k.mT)
 
     def encode(
         self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Both encodings; a query term that matters becomes one more coordinate, so it is still an inner product."""
-        encoded_q = self.encode_query(q, query_position)
-        encoded_k = self.encode_key(k, key_position)
-        if not isinstance(encoded_q, Tensor) or not isinstance(encoded_k, Tensor):
-            raise TypeError(f"{type(self).__name__} is a DotKernel: its encoders must return one tensor each")
+        encoded_q = as_tensor(self.encode_query(q, query_position), self)
+        encoded_k = as_tensor(self.encode_key(k, key_position), self)
         self._check_encodings(q, k, encoded_q, encoded_k)
         term = None if up_to_row_shift else self.query_term(q, query_position)
         if term is None:
@@ -147,8 +141,8 @@ class DotKernel(MatchKernel):
         before, after = self.scale(encoded_q.shape[-1]), self.scale(encoded_q.shape[-1] + 1)
         column = (term / after).unsqueeze(-1)
         return (
-            _concatenate(encoded_q * (before / after), column.to(encoded_q.dtype)),
-            _concatenate(encoded_k, encoded_k.new_ones(1).expand(*encoded_k.shape[:-1], 1)),
+            concatenate(encoded_q * (before / after), column.to(encoded_q.dtype)),
+            concatenate(encoded_k, encoded_k.new_ones(1).expand(*encoded_k.shape[:-1], 1)),
         )
 
     def _check_encodings(self, q: Tensor, k: Tensor, encoded_q: Tensor, encoded_k: Tensor) -> None:
@@ -166,176 +160,20 @@ class DotKernel(MatchKernel):
                 )
 
 
-class KernelSum(MatchKernel):
-    """s = s_a + s_b, for any two kernels."""
-
-    def __init__(self, a: MatchKernel, b: MatchKernel) -> None:
-        super().__init__()
-        self.a, self.b = a, b
-        self.symmetric = _both(a.symmetric, b.symmetric)
-        self.translation_invariant = _both(a.translation_invariant, b.translation_invariant)
-        self.position_invariant = _both(a.position_invariant, b.position_invariant)
-        self.score_positive_definite = _sum_of_scores(a.score_positive_definite, b.score_positive_definite)
-        # e^(a+b) = e^a e^b, and a product of positive definite kernels is positive definite (Schur).
-        self.positive_definite = _both(a.positive_definite, b.positive_definite)
-
-    def encode(
-        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
-    ) -> tuple[Encoding, Encoding]:
-        q_a, k_a = self.a.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
-        q_b, k_b = self.b.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
-        return (q_a, q_b), (k_a, k_b)
-
-    def match(self, q: Encoding, k: Encoding) -> Tensor:
-        return self.a.match(q[0], k[0]) + self.b.match(q[1], k[1])
-
-    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
-        return _added_flops(self.a, self.b, query_width, key_width)
-
-    def __repr__(self) -> str:
-        return f"{self.a!r} + {self.b!r}"
-
-
-class DotSum(DotKernel):
-    """s = s_a + s_b, for two dot kernels: their encodings side by side, so still one inner product."""
-
-    def __init__(self, a: DotKernel, b: DotKernel) -> None:
-        super().__init__()
-        self.a, self.b = a, b
-        self.symmetric = _both(a.symmetric, b.symmetric)
-        self.translation_invariant = _both(a.translation_invariant, b.translation_invariant)
-        self.position_invariant = _both(a.position_invariant, b.position_invariant)
-        self.score_positive_definite = _sum_of_scores(a.score_positive_definite, b.score_positive_definite)
-        self.positive_definite = _both(a.positive_definite, b.positive_definite)
-
-    def encode_query(self, q: Tensor, position: Tensor) -> Tensor:
-        return _concatenate(*(_scaled_query(kernel, q, position) for kernel in (self.a, self.b)))
-
-    def encode_key(self, k: Tensor, position: Tensor) -> Tensor:
-        return _concatenate(*(_tensor(kernel.encode_key(k, position), kernel) for kernel in (self.a, self.b)))
-
-    def query_term(self, q: Tensor, position: Tensor) -> Tensor | None:
-        terms = [term for kernel in (self.a, self.b) if (term := kernel.query_term(q, position)) is not None]
-        return sum(terms[1:], terms[0]) if terms else None
-
-    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
-        return _added_flops(self.a, self.b, query_width, key_width)
-
-    def __repr__(self) -> str:
-        return f"{self.a!r} + {self.b!r}"
-
-
-class ScaledKernel(MatchKernel):
-    """s = c · s_a, for any kernel; c is a number, a tensor with one entry per head, or a parameter."""
-
-    factor: HeadValue
-
-    def __init__(self, kernel: MatchKernel, factor: HeadValue) -> None:
-        super().__init__()
-        self.kernel = kernel
-        hold(self, "factor", factor)
-        _inherit_scaled_facts(self, kernel, factor)
-
-    def encode(
-        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
-    ) -> tuple[Encoding, Encoding]:
-        return self.kernel.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
-
-    def match(self, q: Encoding, k: Encoding) -> Tensor:
-        scores = self.kernel.match(q, k)
-        return as_factor(self.factor, scores) * scores
-
-    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
-        inner = self.kernel.flops_per_pair(query_width, key_width)
-        return None if inner is None else inner + 1
-
-    def __repr__(self) -> str:
-        return _times(self.factor, self.kernel)
-
-
-class ScaledDotKernel(DotKernel):
-    """s = c · s_a, for a dot kernel: a number goes into the scale, a tensor into the query."""
-
-    factor: HeadValue
-
-    def __init__(self, kernel: DotKernel, factor: HeadValue) -> None:
-        super().__init__()
-        self.kernel = kernel
-        hold(self, "factor", factor)
-        _inherit_scaled_facts(self, kernel, factor)
-
-    def scale(self, width: int) -> float:
-        return self.kernel.scale(width) * (1.0 if isinstance(self.factor, Tensor) else self.factor)
-
-    def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
-        encoded = _tensor(self.kernel.encode_query(q, position), self.kernel)
-        if not isinstance(self.factor, Tensor):
-            return encoded
-        return (as_factor(self.factor, encoded) * encoded).to(encoded.dtype)
-
-    def encode_key(self, k: Tensor, position: Tensor) -> Encoding:
-        return self.kernel.encode_key(k, position)
-
-    def query_term(self, q: Tensor, position: Tensor) -> Tensor | None:
-        term = self.kernel.query_term(q, position)
-        return None if term is None else (as_factor(self.factor, term.unsqueeze(-1)) * term.unsqueeze(-1)).squeeze(-1)
-
-    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
-        return self.kernel.flops_per_pair(query_width, key_width)
-
-    def __repr__(self) -> str:
-        return _times(self.factor, self.kernel)
-
-
-def _tensor(encoding: Encoding, kernel: MatchKernel) -> Tensor:
+def as_tensor(encoding: Encoding, kernel: MatchKernel) -> Tensor:
+    """The encoding of a dot kernel, which is one tensor."""
     if not isinstance(encoding, Tensor):
         raise TypeError(f"{type(kernel).__name__} is a DotKernel: its encoders must return one tensor each")
     return encoding
 
 
-def _scaled_query(kernel: DotKernel, q: Tensor, position: Tensor) -> Tensor:
-    encoded = _tensor(kernel.encode_query(q, position), kernel)
-    return kernel.scale(encoded.shape[-1]) * encoded
-
-
-def _concatenate(a: Tensor, b: Tensor) -> Tensor:
+def concatenate(a: Tensor, b: Tensor) -> Tensor:
+    """Two encodings side by side."""
     leading = broadcast(a.shape[:-1], b.shape[:-1])
     if leading is None:
         raise ValueError(f"encodings of shape {tuple(a.shape)} and {tuple(b.shape)} do not broadcast")
     return torch.cat([a.expand(*leading, -1), b.expand(*leading, -1)], dim=-1)
 
 
-def _added_flops(a: MatchKernel, b: MatchKernel, query_width: int, key_width: int) -> int | None:
-    parts = [kernel.flops_per_pair(query_width, key_width) for kernel in (a, b)]
-    counted = [part for part in parts if part is not None]
-    return sum(counted) if len(counted) == 2 else None
-
-
-def _times(factor: HeadValue, kernel: MatchKernel) -> str:
-    inner = repr(kernel)
-    return f"{show(factor)} * ({inner})" if isinstance(kernel, (KernelSum, DotSum)) else f"{show(factor)} * {inner}"
-
-
-def _both(a: Fact, b: Fact) -> Fact:
-    return True if a is True and b is True else None
-
-
-def _sum_of_scores(a: ScoreFact, b: ScoreFact) -> ScoreFact:
-    if a is True and b is True:
-        return True
-    return "conditionally" if {a, b} <= {True, "conditionally"} else None
-
-
-def _inherit_scaled_facts(scaled: MatchKernel, kernel: MatchKernel, factor: HeadValue) -> None:
-    """What c · s keeps of s.
-
-    By Schoenberg, e^{cs} is positive definite for all c > 0 just when s is conditionally so.
-    """
-    scaled.symmetric = True if kernel.symmetric is True else None
-    scaled.translation_invariant = True if kernel.translation_invariant is True else None
-    scaled.position_invariant = True if kernel.position_invariant is True else None
-    if isinstance(factor, Tensor) or factor < 0:
-        return
-    scaled.score_positive_definite = kernel.score_positive_definite or None
-    if kernel.score_positive_definite in (True, "conditionally"):
-        scaled.positive_definite = True
+# The algebra is made of the classes above, and they speak it: a + b, c * a.
+from . import algebra  # noqa: E402

@@ -1,0 +1,182 @@
+"""Sums and multiples of kernels. Scores add, so weights multiply; what is an inner product stays one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .base import DotKernel, Encoding, Fact, MatchKernel, ScoreFact, as_tensor, concatenate
+from .values import HeadValue, as_factor, hold, show
+
+
+def add(a: MatchKernel, b: MatchKernel) -> MatchKernel:
+    """a + b."""
+    if isinstance(a, DotKernel) and isinstance(b, DotKernel):
+        return DotSum(a, b)
+    return KernelSum(a, b)
+
+
+def scale(kernel: MatchKernel, factor: HeadValue) -> MatchKernel:
+    """factor · kernel."""
+    return ScaledDotKernel(kernel, factor) if isinstance(kernel, DotKernel) else ScaledKernel(kernel, factor)
+
+
+class KernelSum(MatchKernel):
+    """s = s_a + s_b, for any two kernels."""
+
+    def __init__(self, a: MatchKernel, b: MatchKernel) -> None:
+        super().__init__()
+        self.a, self.b = a, b
+        _inherit_added_facts(self, a, b)
+
+    def encode(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> tuple[Encoding, Encoding]:
+        q_a, k_a = self.a.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+        q_b, k_b = self.b.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+        return (q_a, q_b), (k_a, k_b)
+
+    def match(self, q: Encoding, k: Encoding) -> Tensor:
+        return self.a.match(q[0], k[0]) + self.b.match(q[1], k[1])
+
+    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
+        return _added_flops(self.a, self.b, query_width, key_width)
+
+    def __repr__(self) -> str:
+        return f"{self.a!r} + {self.b!r}"
+
+
+class DotSum(DotKernel):
+    """s = s_a + s_b, for two dot kernels: their encodings side by side, so still one inner product."""
+
+    def __init__(self, a: DotKernel, b: DotKernel) -> None:
+        super().__init__()
+        self.a, self.b = a, b
+        _inherit_added_facts(self, a, b)
+
+    def encode_query(self, q: Tensor, position: Tensor) -> Tensor:
+        return concatenate(*(_scaled_query(kernel, q, position) for kernel in (self.a, self.b)))
+
+    def encode_key(self, k: Tensor, position: Tensor) -> Tensor:
+        return concatenate(*(as_tensor(kernel.encode_key(k, position), kernel) for kernel in (self.a, self.b)))
+
+    def query_term(self, q: Tensor, position: Tensor) -> Tensor | None:
+        terms = [term for kernel in (self.a, self.b) if (term := kernel.query_term(q, position)) is not None]
+        return sum(terms[1:], terms[0]) if terms else None
+
+    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
+        return _added_flops(self.a, self.b, query_width, key_width)
+
+    def __repr__(self) -> str:
+        return f"{self.a!r} + {self.b!r}"
+
+
+class ScaledKernel(MatchKernel):
+    """s = c · s_a, for any kernel; c is a number, a tensor with one entry per head, or a parameter."""
+
+    factor: HeadValue
+
+    def __init__(self, kernel: MatchKernel, factor: HeadValue) -> None:
+        super().__init__()
+        self.kernel = kernel
+        hold(self, "factor", factor)
+        _inherit_scaled_facts(self, kernel, factor)
+
+    def encode(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> tuple[Encoding, Encoding]:
+        return self.kernel.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+
+    def match(self, q: Encoding, k: Encoding) -> Tensor:
+        scores = self.kernel.match(q, k)
+        return as_factor(self.factor, scores) * scores
+
+    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
+        inner = self.kernel.flops_per_pair(query_width, key_width)
+        return None if inner is None else inner + 1
+
+    def __repr__(self) -> str:
+        return _times(self.factor, self.kernel)
+
+
+class ScaledDotKernel(DotKernel):
+    """s = c · s_a, for a dot kernel: a number goes into the scale, a tensor into the query."""
+
+    factor: HeadValue
+
+    def __init__(self, kernel: DotKernel, factor: HeadValue) -> None:
+        super().__init__()
+        self.kernel = kernel
+        hold(self, "factor", factor)
+        _inherit_scaled_facts(self, kernel, factor)
+
+    def scale(self, width: int) -> float:
+        return self.kernel.scale(width) * (1.0 if isinstance(self.factor, Tensor) else self.factor)
+
+    def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
+        encoded = as_tensor(self.kernel.encode_query(q, position), self.kernel)
+        if not isinstance(self.factor, Tensor):
+            return encoded
+        return (as_factor(self.factor, encoded) * encoded).to(encoded.dtype)
+
+    def encode_key(self, k: Tensor, position: Tensor) -> Encoding:
+        return self.kernel.encode_key(k, position)
+
+    def query_term(self, q: Tensor, position: Tensor) -> Tensor | None:
+        term = self.kernel.query_term(q, position)
+        return None if term is None else (as_factor(self.factor, term.unsqueeze(-1)) * term.unsqueeze(-1)).squeeze(-1)
+
+    def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
+        return self.kernel.flops_per_pair(query_width, key_width)
+
+    def __repr__(self) -> str:
+        return _times(self.factor, self.kernel)
+
+
+def _scaled_query(kernel: DotKernel, q: Tensor, position: Tensor) -> Tensor:
+    encoded = as_tensor(kernel.encode_query(q, position), kernel)
+    return kernel.scale(encoded.shape[-1]) * encoded
+
+
+def _added_flops(a: MatchKernel, b: MatchKernel, query_width: int, key_width: int) -> int | None:
+    parts = [kernel.flops_per_pair(query_width, key_width) for kernel in (a, b)]
+    counted = [part for part in parts if part is not None]
+    return sum(counted) if len(counted) == 2 else None
+
+
+def _times(factor: HeadValue, kernel: MatchKernel) -> str:
+    inner = repr(kernel)
+    return f"{show(factor)} * ({inner})" if isinstance(kernel, (KernelSum, DotSum)) else f"{show(factor)} * {inner}"
+
+
+def _both(a: Fact, b: Fact) -> Fact:
+    return True if a is True and b is True else None
+
+
+def _sum_of_scores(a: ScoreFact, b: ScoreFact) -> ScoreFact:
+    if a is True and b is True:
+        return True
+    return "conditionally" if {a, b} <= {True, "conditionally"} else None
+
+
+def _inherit_added_facts(total: MatchKernel, a: MatchKernel, b: MatchKernel) -> None:
+    total.symmetric = _both(a.symmetric, b.symmetric)
+    total.translation_invariant = _both(a.translation_invariant, b.translation_invariant)
+    total.position_invariant = _both(a.position_invariant, b.position_invariant)
+    total.score_positive_definite = _sum_of_scores(a.score_positive_definite, b.score_positive_definite)
+    # e^(a+b) = e^a e^b, and a product of positive definite kernels is positive definite (Schur).
+    total.positive_definite = _both(a.positive_definite, b.positive_definite)
+
+
+def _inherit_scaled_facts(scaled: MatchKernel, kernel: MatchKernel, factor: HeadValue) -> None:
+    """What c · s keeps of s.
+
+    By Schoenberg, e^{cs} is positive definite for all c > 0 just when s is conditionally so.
+    """
+    scaled.symmetric = True if kernel.symmetric is True else None
+    scaled.translation_invariant = True if kernel.translation_invariant is True else None
+    scaled.position_invariant = True if kernel.position_invariant is True else None
+    if isinstance(factor, Tensor) or factor < 0:
+        return
+    scaled.score_positive_definite = kernel.score_positive_definite or None
+    if kernel.score_positive_definite in (True, "conditionally"):
+        scaled.positive_definite = True
