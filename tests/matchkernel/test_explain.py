@@ -23,6 +23,11 @@ class Cauchy(mk.MatchKernel):
         return -torch.log1p(mk.squared_distance(q, k))
 
 
+class Counted(Cauchy):
+    def flops_per_pair(self, query_width: int, key_width: int) -> int:
+        return 10
+
+
 class Half(mk.Normalizer):
     def weigh(self, scores: Tensor) -> Tensor:
         return scores.softmax(-1) / 2
@@ -120,6 +125,10 @@ def test_operations_counted_by_hand() -> None:
     assert mk.explain(q, k, v, mk.Bilinear(4, rank=2)).flops == 6 * 5 * 7 * 2 * (2 + 3)
     assert mk.explain(q, k, v, mk.Dot() + mk.Cosine()).flops == 6 * 5 * 7 * 2 * (8 + 3)
     assert mk.explain(q, k, v, 2 * mk.Dot()).flops == 6 * 5 * 7 * 2 * (4 + 3)
+    # A factor on a kernel that is no dot product is one more multiplication for each pair.
+    assert mk.explain(q, k, v, Counted()).flops == 6 * 5 * 7 * (10 + 2 * 3)
+    assert mk.explain(q, k, v, 2 * Counted()).flops == 6 * 5 * 7 * (11 + 2 * 3)
+    assert mk.explain(q, k, v, Counted() + mk.Dot()).flops == 6 * 5 * 7 * (10 + 8 + 2 * 3)
     assert mk.explain(q, k, v, Cauchy()).flops is None
     assert mk.explain(q, k, v, Cauchy() + mk.Dot()).flops is None
 

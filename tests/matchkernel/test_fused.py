@@ -193,6 +193,23 @@ def test_second_derivatives_with_the_sink(causal: bool) -> None:
     assert torch.autograd.gradgradcheck(run, leaves)
 
 
+@pytest.mark.parametrize("setting", [*SETTINGS, {"normalizer": mk.SinkSoftmax(0.4), "causal": True}], ids=", ".join)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_gradient_that_is_to_be_differentiated_is_the_same_gradient(setting: dict[str, Any], grouped: bool) -> None:
+    """It is computed densely then, and gradgradcheck would hold the dense formulas against themselves."""
+    q, k, v = inputs(2, n=3, m=4)
+    if grouped:
+        k, v = k[:1], v[:1]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    once, twice, truth = (
+        torch.autograd.grad(mk.attend(*leaves, engine=engine, **setting).sin().sum(), leaves, create_graph=again)
+        for engine, again in (("fused", False), ("fused", True), ("reference", False))
+    )
+    for a, b, c in zip(once, twice, truth, strict=True):
+        assert_close(a, c)
+        assert_close(b, c)
+
+
 def test_a_third_derivative() -> None:
     q, k, v = inputs(n=2, m=3)
     q.requires_grad_()

@@ -56,6 +56,16 @@ def test_windows_and_causal_order_follow_positions() -> None:
     assert _seen(3, 3, window=2, causal=True, query_position=halves, key_position=halves) == [[0], [0, 1], [1, 2]]
 
 
+@pytest.mark.parametrize("engine", ["reference", "fused"])
+def test_one_side_may_have_positions_of_its_own(engine: str) -> None:
+    q, k, v = inputs(n=3, m=4)
+    at = torch.tensor([3, 0, 9, 1])
+    out = mk.attend(q, k, v, causal=True, key_position=at, engine=engine)
+    assert_close(out, by_loop(q, k, v, allowed=lambda i, j: int(at[j]) <= i + 1))
+    out = mk.attend(q, k, v, causal=True, query_position=at[:3], engine=engine)
+    assert_close(out, by_loop(q, k, v, allowed=lambda i, j: j <= int(at[i])))
+
+
 def test_positions_of_each_sequence_are_its_own() -> None:
     q, k, v = inputs(2, n=3, m=3)
     position = torch.tensor([[0, 1, 2], [2, 1, 0]])

@@ -65,6 +65,37 @@ def test_trap_a_query_term_adds_a_coordinate_and_no_scale(width: int) -> None:
         assert_close(mk.scores(q, k, factor * Shifted()), factor * scores)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_trap_the_query_terms_of_a_sum_are_all_seen(engine: str) -> None:
+    class Shifted(mk.Dot):
+        def query_term(self, q: Tensor, position: Tensor) -> Tensor:
+            return q.sum(-1)
+
+    class Squared(mk.ScaledDot):
+        def query_term(self, q: Tensor, position: Tensor) -> Tensor:
+            return -q.square().sum(-1)
+
+    q, k, v = inputs(n=5, m=7, d=4, width=3)
+    for kernel, dots in ((Shifted() + Squared(), 1.5), (Shifted() + mk.ScaledDot() + (Squared() + mk.Dot()), 3.0)):
+        weight = (dots * (q @ k.mT) + (q - q.square()).sum(-1, keepdim=True)).exp()
+        ours = mk.attend(q, k, v, kernel, normalizer=mk.SinkSoftmax(), engine=engine)
+        assert_close(ours, weight / (1 + weight.sum(-1, keepdim=True)) @ v)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_trap_nan_in_a_query_that_sees_nothing(engine: str) -> None:
+    """More queries than keys under causal order: the first see nothing, and nobody may see them."""
+    q, k, v = inputs(2, n=6, m=2)
+    q[:, :4] = math.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for setting in ({}, {"mask": torch.tensor([True, True])}):
+        out = mk.attend(*leaves, causal=True, engine=engine, **setting)
+        assert torch.equal(out[:, :4], torch.zeros(2, 4, 3, dtype=torch.float64))
+        grads = torch.autograd.grad(out.sin().sum(), leaves)
+        assert all(bool(g.isfinite().all()) for g in grads)
+        assert torch.equal(grads[0][:, :4], torch.zeros(2, 4, 4, dtype=torch.float64))
+
+
 def test_trap_no_double_backward_and_no_forward_mode() -> None:
     """torch's fused kernel has neither."""
     q, k, v = (x.requires_grad_() for x in inputs(2, 3, n=4, m=4, d=4, width=4))
