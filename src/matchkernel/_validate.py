@@ -41,7 +41,9 @@ def build_problem(
     if not isinstance(normalizer, Normalizer):
         hint = "; it is a class, so add parentheses" if isinstance(normalizer, type) else ""
         raise TypeError(f"normalizer: expected a Normalizer, got {normalizer!r}{hint}")
-    if not 0.0 <= dropout < 1.0:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected True or False, got {causal!r}")
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout={dropout}: expected a probability from 0 up to, not including, 1")
     batch, groups = _batch(q, k, v)
     n, m = q.shape[-2], k.shape[-2]
@@ -104,10 +106,15 @@ def _batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, int]:
 def _position(name: str, position: Tensor | None, default: Tensor, shape: torch.Size) -> Tensor:
     if position is None:
         return default
+    if not isinstance(position, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(position).__name__}")
     if position.dtype == torch.bool or position.is_complex():
         raise TypeError(f"{name} has dtype {position.dtype}: expected integers or real numbers")
     if position.dim() == 0 or position.shape[-1] != shape[-1] or broadcast(position.shape, shape) != shape:
         raise ValueError(
             f"{name} has shape {tuple(position.shape)}, expected {tuple(shape)} or leading dimensions of 1"
         )
+    # NaN compares as neither before nor after: it would hide keys without a word.
+    if position.is_floating_point() and not torch.compiler.is_compiling() and bool(position.isnan().any()):
+        raise ValueError(f"{name} of shape {tuple(position.shape)} holds NaN, expected real numbers")
     return position

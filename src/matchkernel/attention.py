@@ -90,7 +90,9 @@ def attend(
         named
             engine cannot run the call, with its reason.
 
-    Cost: O(n m) time. O(n) memory where the fused engine runs, O(n m) on the reference: see `explain`.
+    Cost: O(n m) time. O(n) memory where the fused engine runs without a mask per query: alone, causal, and with a mask
+    over the keys. A window, positions of one's own or a mask with a row per query make it hold one n × m mask. O(n m)
+    memory on the reference. `explain` tells.
     Source: Vaswani et al. 2017, eq. 1, for the default; Tsai et al. 2019, eq. 2, for the general form.
     """
     problem = build_problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -41,11 +42,15 @@ class Visibility:
         """Permitted by causal order and window, (…, n, m)."""
         if not self.ordered:
             return None
-        behind = self.query_position.unsqueeze(-1) - self.key_position.unsqueeze(-2)
+        query, key = self.query_position.unsqueeze(-1), self.key_position.unsqueeze(-2)
         left, right = (None, None) if self.window is None else self.window
         right = 0 if self.causal and (right is None or right > 0) else right
-        allowed = torch.ones_like(behind, dtype=torch.bool) if left is None else behind <= left
-        return allowed if right is None else allowed & (behind >= -right)
+        # Compared as they are: a table of differences would be eight times as large as the answer.
+        not_too_early = None if left is None else key >= query - left
+        if right is None:
+            return not_too_early
+        not_too_late = key <= query + right
+        return not_too_late if not_too_early is None else not_too_early & not_too_late
 
     @lazy
     def by_mask(self) -> Tensor | None:
@@ -110,7 +115,9 @@ class Visibility:
 
 
 def check_mask(mask: Tensor, shape: torch.Size) -> None:
-    """Raise unless `mask` is bool or floating and broadcasts to the scores' shape (…, n, m)."""
+    """Raise unless `mask` is a tensor, bool or floating, and broadcasts to the scores' shape (…, n, m)."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask: expected a tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             f"mask has dtype {mask.dtype}: expected bool (True = may attend) or floating point (added to the score); "
@@ -128,10 +135,11 @@ def check_window(window: int | tuple[int | None, int | None] | None) -> Window |
     """
     if window is None:
         return None
-    if isinstance(window, int) and not isinstance(window, bool):
-        if window < 1:
-            raise ValueError(f"window={window}: expected at least 1, which is the query's own position")
-        return window - 1, window - 1
+    if not isinstance(window, (tuple, bool)) and hasattr(window, "__index__") and not isinstance(window, Tensor):
+        width = operator.index(window)
+        if width < 1:
+            raise ValueError(f"window={width}: expected at least 1, which is the query's own position")
+        return width - 1, width - 1
     if not isinstance(window, tuple) or len(window) != 2:
         raise TypeError(f"window={window!r}: expected an integer or a pair (left, right)")
     for side in window:

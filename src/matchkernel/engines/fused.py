@@ -85,11 +85,14 @@ class Fused:
         # Output and log-sum-exp, one copy of whatever had to be padded or encoded, and a dense mask where one is
         # needed.
         held = rows * (width * size + 4) + (problem.q.numel() + problem.k.numel()) * size
-        held += 0 if mask is None else mask.numel() * mask.element_size()
+        # A dense mask is built from tables of booleans: what position permits, what the mask permits, and both.
+        held += 0 if mask is None else mask.numel() * (mask.element_size() + (3 if _forms_table(mask, problem) else 0))
         return Cost(product_flops(problem, pairs), traffic(problem), held)
 
     def reason(self, problem: Problem) -> str:
-        return f"{problem.kernel!r} is an inner product of encodings, so torch's fused kernel computes it"
+        table = _forms_table(_bias(problem, problem.q.dtype)[0], problem)
+        how = ", through an n × m mask" if table else ""
+        return f"{problem.kernel!r} is an inner product of encodings, so torch's fused kernel computes it{how}"
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float) -> tuple[Tensor, Tensor | None]:
@@ -149,6 +152,10 @@ def _bias(problem: Problem, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
     if place.by_position is None:
         return _additive(place.bias, problem, dtype), False
     return _four(torch.where(place.by_position, place.bias.to(dtype), float("-inf")), problem), False
+
+
+def _forms_table(bias: Tensor | None, problem: Problem) -> bool:
+    return bias is not None and bias.shape[-2] > 1 and problem.visibility.queries > 1
 
 
 def _additive(mask: Tensor, problem: Problem, dtype: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..shapes import broadcast
 from .problem import Cost, Problem, product_flops, traffic
 
 
@@ -30,16 +31,12 @@ class Reference:
             k, v = (x.repeat_interleave(problem.groups, dim=-3) for x in (k, v))
         place = problem.visibility
         scores = problem.kernel(q, k, place.query_position, place.key_position)
-        if scores.shape[-2:] != (place.queries, place.keys):
-            raise ValueError(
-                f"{type(problem.kernel).__name__}.match returned shape {tuple(scores.shape)}, "
-                f"expected (…, {place.queries}, {place.keys})"
-            )
+        _check_scores(scores, problem)
         return scores, v
 
     def masked_scores(self, problem: Problem) -> Tensor:
-        """The scores with the float mask added, and −inf where a query may not attend."""
-        return self._permit(problem, self._scores(problem)[0])
+        """The scores with the float mask added, and −inf where a query may not attend, in the inputs' dtype."""
+        return self._permit(problem, self._scores(problem)[0]).to(problem.q.dtype)
 
     def _permit(self, problem: Problem, scores: Tensor) -> Tensor:
         bias, allowed = problem.visibility.bias, problem.visibility.allowed
@@ -73,3 +70,16 @@ class Reference:
 
     def reason(self, problem: Problem) -> str:
         return "the whole n × m table, in plain operations"
+
+
+def _check_scores(scores: object, problem: Problem) -> None:
+    """What a kernel's match returned is a floating-point table with a row per query and a column per key."""
+    owner = f"{type(problem.kernel).__name__}.match"
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"{owner} returned {type(scores).__name__}, expected a tensor of scores")
+    if not scores.is_floating_point():
+        raise TypeError(f"{owner} returned scores of {scores.dtype}, expected floating point")
+    place = problem.visibility
+    expected = (*problem.batch, place.queries, place.keys)
+    if scores.shape[-2:] != expected[-2:] or broadcast(scores.shape, torch.Size(expected)) != expected:
+        raise ValueError(f"{owner} returned shape {tuple(scores.shape)}, expected {expected}")

@@ -89,6 +89,13 @@ class MatchKernel(nn.Module):
 
     __rmul__ = __mul__
 
+    def __neg__(self) -> MatchKernel:
+        return -1.0 * self
+
+    def __sub__(self, other: object) -> MatchKernel:
+        """Scores subtract, so weights divide."""
+        return self + -other if isinstance(other, MatchKernel) else NotImplemented
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
 
@@ -153,7 +160,7 @@ class DotKernel(MatchKernel):
                 f"{encoded_q.shape[-1]} and {encoded_k.shape[-1]}, expected equal ones"
             )
         for name, x, encoded in (("q", q, encoded_q), ("k", k, encoded_k)):
-            if encoded.dim() < 2 or encoded.shape[-2] != x.shape[-2]:
+            if not 2 <= encoded.dim() <= x.dim() or encoded.shape[-2] != x.shape[-2]:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: {self!r} encodes it as {tuple(encoded.shape)}, "
                     f"expected (…, {x.shape[-2]}, width)"
