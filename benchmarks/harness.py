@@ -27,9 +27,8 @@ def measure(ways: Ways, *, baseline: str, repeats: int) -> dict[str, dict[str, f
     CPU time of this process, not the clock's: others may use the machine.
     """
     names = list(ways)
-    for _ in range(2):
-        for name in names:
-            ways[name]()
+    for name in names:
+        ways[name]()
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()

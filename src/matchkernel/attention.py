@@ -161,7 +161,8 @@ def explain(
         q, k, v, kernel, mask=mask, causal=causal, window=window, normalizer=normalizer,
         query_position=query_position, key_position=key_position, dropout=dropout,
     )  # fmt: skip
-    chosen, reason = _choose(problem, engine)
+    chosen, before = _choose(problem, engine)
+    reason = "; ".join([*before, chosen.reason(problem)])
     cost = chosen.cost(problem)
     return Explanation(chosen.name, reason, chosen.exact, False, cost.flops, cost.bytes, cost.peak_bytes)
 
@@ -204,13 +205,14 @@ def scaled_dot_product_attention(
     )  # fmt: skip
 
 
-def _choose(problem: Problem, name: str) -> tuple[Engine, str]:
+def _choose(problem: Problem, name: str) -> tuple[Engine, list[str]]:
+    """The engine, and what led to it: the refusals of those that were asked first, or that it was named."""
     if name == "auto":
         refusals: list[str] = []
         for engine in _BY_NAME.values():
             refusal = engine.refuse(problem)
             if refusal is None:
-                return engine, "; ".join([*refusals, engine.reason(problem)])
+                return engine, refusals
             refusals.append(f"not {engine.name} ({refusal})")
     if name not in _BY_NAME:
         raise ValueError(f'engine={name!r}: expected "auto" or one of {", ".join(map(repr, _BY_NAME))}')
@@ -218,7 +220,7 @@ def _choose(problem: Problem, name: str) -> tuple[Engine, str]:
     refusal = engine.refuse(problem)
     if refusal is not None:
         raise ValueError(f"engine={name!r} cannot run this call: {refusal}")
-    return engine, f"asked for by name; {engine.reason(problem)}"
+    return engine, ["asked for by name"]
 
 
 def _short(count: float, base: int) -> str:

@@ -160,7 +160,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"causal": True},
     {"causal": True, "mask": torch.tensor([True, False, True, True])},
     {"mask": torch.tensor([[0.3], [-1.0], [2.0]])},
-    {"normalizer": mk.Softmax(nn.Parameter(torch.tensor([0.7, 1.3], dtype=torch.float64)))},
+    {"normalizer": mk.Softmax(nn.Parameter(torch.tensor(0.7, dtype=torch.float64)))},
     {"normalizer": mk.ScalableSoftmax(0.6), "causal": True},
 ]
 
@@ -197,10 +197,10 @@ def test_second_derivatives_with_the_sink(causal: bool) -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_gradient_that_is_to_be_differentiated_is_the_same_gradient(setting: dict[str, Any], grouped: bool) -> None:
     """It is computed densely then, and gradgradcheck would hold the dense formulas against themselves."""
-    q, k, v = inputs(2, n=3, m=4)
+    q, k, v = inputs(4, n=4, m=4)
     if grouped:
-        k, v = k[:1], v[:1]
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+        k, v = k[:2], v[:2]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     once, twice, truth = (
         torch.autograd.grad(mk.attend(*leaves, engine=engine, **setting).sin().sum(), leaves, create_graph=again)
         for engine, again in (("fused", False), ("fused", True), ("reference", False))
@@ -220,6 +220,58 @@ def test_a_third_derivative() -> None:
         third.append(torch.autograd.grad(bend.sin().sum(), q)[0])
     assert_close(third[0], third[1])
     assert bool((third[0] != 0).any())
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "no leaf"])
+def test_without_a_graph_the_operator_is_called_directly(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("an autograd Function was made")
+
+    leaves = inputs(2)
+    with_graph = mk.attend(*(x.clone().requires_grad_() for x in leaves)).detach()
+    monkeypatch.setattr("matchkernel.engines.fused.FusedAttention.apply", never)
+    if mode == "no leaf":
+        assert torch.equal(mk.attend(*leaves), with_graph)
+    else:
+        with getattr(torch, mode)():
+            assert torch.equal(mk.attend(*(x.clone().requires_grad_() for x in leaves)), with_graph)
+
+
+def test_forward_mode_with_dual_numbers() -> None:
+    """No tensor requires a gradient here, and no transform of torch.func is at work."""
+    q, k, v = inputs(2)
+    tangent = draw(*q.shape, seed=7)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, tangent)
+        slope = torch.autograd.forward_ad.unpack_dual(mk.attend(dual, k, v, engine="fused")).tangent
+    truth = torch.func.jvp(lambda x: mk.attend(x, k, v, engine="reference"), (q,), (tangent,))[1]
+    assert_close(slope, truth)
+
+
+@pytest.mark.parametrize("setting", [{"causal": True}, {"window": 3, "causal": True}], ids=", ".join)
+def test_the_public_door_is_never_given_a_mask_and_an_order(
+    setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's kernels for other devices refuse the two together, and align the order to the start."""
+    monkeypatch.setattr(_torch_private, "available", lambda device: False)
+    public = torch.nn.functional.scaled_dot_product_attention
+    handed: list[dict[str, Any]] = []
+
+    def noted(*tensors: Tensor, **how: Any) -> Tensor:
+        handed.append(how)
+        return public(*tensors, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    for n, m in ((6, 6), (4, 6), (6, 4), (1, 6)):
+        for mask in (None, torch.ones(m, dtype=torch.bool), torch.ones(n, m)):
+            q, k, v = inputs(2, n=n, m=m)
+            assert_close(
+                mk.attend(q, k, v, mask=mask, engine="fused", **setting),
+                mk.attend(q, k, v, mask=mask, engine="reference", **setting),
+            )
+    assert len(handed) == 12
+    assert not any(how["is_causal"] and how["attn_mask"] is not None for how in handed)
+    assert all(how["scale"] == 0.5 for how in handed)
 
 
 def test_two_backwards_of_one_graph(door: str) -> None:

@@ -235,6 +235,18 @@ def test_trap_half_precision_costs_its_rounding_and_no_more(
     assert (ours - truth).abs().max() <= 1.5 * budget
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", [mk.ScaledDot(), mk.Cosine(0.1), mk.Dot() + mk.Cosine()], ids=repr)
+def test_trap_half_precision_in_the_reference_is_rounded_once(kernel: mk.MatchKernel, dtype: torch.dtype) -> None:
+    q, k, v = inputs(2, 3, n=40, m=50, d=16, width=16, dtype=dtype)
+    truth = mk.attend(q.double(), k.double(), v.double(), kernel, engine="reference")
+    ours = mk.attend(q, k, v, kernel, engine="reference")
+    # Half a step of rounding, and a hair for the float32 arithmetic before it.
+    step = torch.finfo(dtype).eps * truth.abs().clamp_min(torch.finfo(dtype).tiny)
+    assert bool(((ours.double() - truth).abs() <= 0.5 * step + 1e-5).all())
+    assert_close(mk.weights(q, k, kernel).double(), mk.weights(q.double(), k.double(), kernel), rtol=6e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_trap_scores_far_apart(engine: str) -> None:
     """exp(−104) is a denormal float32 and exp(−1000) is 0: neither NaN nor a row without weight."""

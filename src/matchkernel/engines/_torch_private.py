@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _aten: Any = torch.ops.aten
 _forward = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _backward = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+_transforming: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
 
 
 def available(device: torch.device) -> bool:
@@ -39,6 +41,13 @@ def backward(
     assert _backward is not None
     dq, dk, dv = _backward(grad, q, k, v, out, logsumexp, 0.0, causal, attn_mask=bias, scale=scale)
     return dq, dk, dv
+
+
+def differentiated(*inputs: Tensor) -> bool:
+    """Whether anybody may ask for a derivative, or a transform such as vmap or forward mode is at work."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        return True
+    return _transforming is None or bool(_transforming()) or forward_ad._current_level >= 0
 
 
 def chosen_backend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> int:
