@@ -22,9 +22,7 @@ def test_every_line_holds_at_real_scores(n):
         **{sympy.Symbol(f"alpha_{i + 1}", positive=True): float(a) for i, a in enumerate(weights)},
     }
     for step in softmax_jacobian(n):
-        left, right = (
-            sympy.Matrix([sympy.sympify(side.doit()).subs(values)]) for side in step.equation.args
-        )
+        left, right = (sympy.Matrix([sympy.sympify(side.doit()).subs(values)]) for side in step.equation.args)
         assert float((left - right).norm()) < 1e-12, step.reason
 
 

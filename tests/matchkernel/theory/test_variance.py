@@ -28,8 +28,12 @@ def names(mean_q, mean_k, covariance_q, covariance_k, cross=None):
 def independent_world() -> World:
     """Skewed, correlated, with means: three lopsided outcomes for q, four for k, every pair possible."""
     q_values = [(0.5, np.array([1.0, 2.0])), (0.3, np.array([-1.0, 0.5])), (0.2, np.array([3.0, -2.0]))]
-    k_values = [(0.1, np.array([4.0, 1.0])), (0.4, np.array([0.0, -1.0])),
-                (0.25, np.array([-2.0, 2.0])), (0.25, np.array([1.0, 1.0]))]
+    k_values = [
+        (0.1, np.array([4.0, 1.0])),
+        (0.4, np.array([0.0, -1.0])),
+        (0.25, np.array([-2.0, 2.0])),
+        (0.25, np.array([1.0, 1.0])),
+    ]
 
     def moments(values):
         mean = sum(p * x for p, x in values)
