@@ -141,6 +141,20 @@ def test_parameters_of_another_type(held: torch.dtype, given: torch.dtype, which
         assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_wider_parameter_is_not_narrowed_first(rank: int | None) -> None:
+    """10⁸ and −10⁸ + 1 cancel to 1 in float64; float32 has no 10⁸ − 1, and would say 0."""
+    kernel = mk.Bilinear(2, 1, rank).double()
+    matrix = torch.tensor([[1e8], [-1e8 + 1]], dtype=torch.float64)
+    with torch.no_grad():
+        if rank is None:
+            kernel.weight.copy_(matrix)
+        else:
+            kernel.query_weight.copy_(matrix)
+            kernel.key_weight.fill_(1.0)
+    assert mk.scores(torch.ones(1, 2), torch.ones(1, 1), kernel).item() == 1.0
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_normalizers_of_another_type(dtype: torch.dtype, engine: str) -> None:

@@ -180,6 +180,17 @@ def test_the_cosine_of_a_zero_vector_is_zero_and_so_is_its_slope() -> None:
     assert torch.equal(torch.autograd.grad(score.sum(), q)[0], torch.zeros(1, 3))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_cosine_of_what_is_no_vector_is_no_number(bad: float) -> None:
+    """Not 0: what is wrong in an input that is looked at must be seen in the output."""
+    q, k, v = inputs(n=3, m=4)
+    q[1, 0] = bad
+    assert bool(mk.Cosine()(q, k)[1].isnan().all())
+    for engine in ("reference", "fused"):
+        out = mk.attend(q, k, v, mk.Cosine(), engine=engine)
+        assert bool(out[1].isnan().all()) and bool(out[[0, 2]].isfinite().all())
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e22, 1e38])
 def test_the_cosine_knows_no_length(size: float) -> None:
     q, k, _ = inputs(d=5, dtype=torch.float32)

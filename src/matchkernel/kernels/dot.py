@@ -160,9 +160,9 @@ def direction(x: Tensor) -> Tensor:
     largest = wide.detach().abs().amax(dim=-1, keepdim=True)
     wide = wide / torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
     square = (wide * wide).sum(dim=-1, keepdim=True)
-    # The square root's slope at 0 is infinite; a zero vector takes the branch that never meets it.
-    nonzero = square > 0
-    return torch.where(nonzero, wide / torch.where(nonzero, square, 1.0).sqrt(), torch.zeros_like(wide))
+    # The square root's slope at 0 is infinite; a zero vector takes the branch that never meets it. A NaN stays one.
+    zero = square == 0
+    return wide * torch.where(zero, 0.0, torch.where(zero, 1.0, square).rsqrt())
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
