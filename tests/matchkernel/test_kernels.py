@@ -230,6 +230,21 @@ def test_squared_distance_is_twice_differentiable_everywhere() -> None:
     assert_close(curvature, torch.full_like(x, 6.0))
 
 
+def test_squared_distance_is_lifted_in_value_alone() -> None:
+    """Where rounding leaves a hair below zero the value is 0, and slope and curvature are those of the formula."""
+    x = draw(200, 8, dtype=torch.float32)
+    moved = x - x[:1]
+    square = moved.square().sum(-1)
+    assert bool((square + square - 2 * (moved @ moved.mT).diagonal() < 0).any()), "no pair shows what is tested here"
+    q, k = x.clone().requires_grad_(), x.clone()
+    distance = mk.squared_distance(q, k)
+    assert bool((distance >= 0).all())
+    (slope,) = torch.autograd.grad(distance.diagonal().sum(), q, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), q)
+    assert_close(slope, torch.zeros_like(x), rtol=0.0, atol=1e-5)
+    assert_close(curvature, torch.full_like(x, 2.0))
+
+
 def test_squared_distance_without_keys_and_with_a_nan_anchor() -> None:
     q, k, _ = inputs(n=2, m=3)
     assert mk.squared_distance(q, k[:0]).shape == (2, 0)
