@@ -1,6 +1,7 @@
 """Which notebooks are chapters."""
 
 import pytest
+
 from bookkit.paths import ROOT, chapters
 
 
@@ -20,12 +21,12 @@ def test_numbered_notebooks_are_chapters_and_drafts_are_not(tmp_path):
 
 
 def test_another_name_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="Chapter.ipynb: a chapter is named NN-name.ipynb"):
+    with pytest.raises(ValueError, match=r"Chapter\.ipynb: a chapter is named NN-name\.ipynb"):
         chapters(book(tmp_path, "Chapter.ipynb"))
 
 
 def test_one_number_for_two_chapters_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="01-two.ipynb and 01-one.ipynb are both chapter 1"):
+    with pytest.raises(ValueError, match=r"01-two\.ipynb and 01-one\.ipynb are both chapter 1"):
         chapters(book(tmp_path, "01-one.ipynb", "01-two.ipynb"))
 
 
