@@ -65,13 +65,11 @@ def attend(
     out_i = Σ_j α_ij v_j,  α_i = normalizer(s_i),  s_ij = kernel(q_i, k_j)
 
     Args:
-        q: (…, n, d). k: (…, m, d_k). v: (…, m, d_v). One dtype; leading dimensions broadcast, and q may have a
-        multiple of
-            k's heads at dimension −3 (query head h uses key head h // group).
+        q: (…, n, d). k: (…, m, d_k). v: (…, m, d_v). One dtype; leading dimensions broadcast, and q may have
+            a multiple of k's heads at dimension −3 (query head h uses key head h // group).
         kernel: any MatchKernel; `ScaledDot()` by default, which is softmax(q kᵀ/√d) v.
         mask: broadcasts to (…, n, m). Bool: True = may attend. Floating: added to the score, after temperature and
-        length
-            scaling. Integers are refused.
+            length scaling. Integers are refused.
         causal: a query attends to no key with a later position. With default positions this is aligned to the end: the
             last query sees every key.
         window: w for |i − j| < w, or (left, right) as in flash-attention, −1 for no limit.
@@ -87,8 +85,7 @@ def attend(
 
     Raises:
         TypeError, ValueError: naming the argument, its shape or dtype and what was expected; ValueError also when a
-        named
-            engine cannot run the call, with its reason.
+            named engine cannot run the call, with its reason.
 
     Cost: O(n m) time. O(n) memory where the fused engine runs without a mask per query: alone, causal, and with a mask
     over the keys. A window, positions of one's own or a mask with a row per query make it hold one n × m mask. O(n m)

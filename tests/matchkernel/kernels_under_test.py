@@ -74,6 +74,7 @@ def make() -> dict[str, mk.MatchKernel]:
         0.3 * Cauchy(),
         -0.5 * mk.Dot(),
         0.0 * mk.Dot(),
+        0.0 * NormColumn(),
         _learned(0.7, 1.2) * (mk.ScaledDot() + mk.Bilinear(6, generator=generator)),
         _learned(0.8, 1.3) * Cauchy(),
     ]

@@ -14,11 +14,10 @@ from .problem import Cost, Problem, product_flops, traffic, zero_where_not
 
 
 class Fused:
-    """Encodes once per token, then one call of the fused kernel; temperature and length scaling ride on scale and
-    query.
+    """Encodes once per token, then makes one call of the fused kernel.
 
-    The sink's extra logit needs the log-sum-exp of each row, which comes with the fused result. The first derivative is
-    fused as well; a second one recomputes densely.
+    Temperature and length scaling ride on the scale and the query. The sink's extra logit needs the log-sum-exp of each
+    row, which comes with the fused result. The first derivative is fused as well; a second one recomputes densely.
     """
 
     name = "fused"
@@ -82,8 +81,7 @@ class Fused:
             pairs = problem.batch.numel() * (rows * place.keys - rows * (rows - 1) // 2)
         width = max(problem.q.shape[-1], problem.v.shape[-1])
         rows = problem.batch.numel() * place.queries
-        # Output and log-sum-exp, one copy of whatever had to be padded or encoded, and a dense mask where one is
-        # needed.
+        # Output and log-sum-exp, one copy of whatever was padded or encoded, and a dense mask where one is needed.
         held = rows * (width * size + 4) + (problem.q.numel() + problem.k.numel()) * size
         # A dense mask is built from tables of booleans: what position permits, what the mask permits, and both.
         held += 0 if mask is None else mask.numel() * (mask.element_size() + (3 if _forms_table(mask, problem) else 0))

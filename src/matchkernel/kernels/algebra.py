@@ -99,7 +99,10 @@ class ScaledKernel(MatchKernel):
 
 
 class ScaledDotKernel(DotKernel):
-    """s = c · s_a, for a dot kernel: a number goes into the scale, a tensor into the query."""
+    """s = c · s_a, for a dot kernel: a number goes into the scale, a tensor into the query.
+
+    Zero goes into the query too: a scale of 0 could not be divided out of a query term.
+    """
 
     factor: HeadValue
 
@@ -109,12 +112,18 @@ class ScaledDotKernel(DotKernel):
         hold(self, "factor", factor)
         _inherit_scaled_facts(self, kernel, factor)
 
+    @property
+    def _in_query(self) -> bool:
+        return isinstance(self.factor, Tensor) or self.factor == 0.0
+
     def scale(self, width: int) -> float:
-        return self.kernel.scale(width) * (1.0 if isinstance(self.factor, Tensor) else self.factor)
+        if isinstance(self.factor, Tensor) or self._in_query:
+            return self.kernel.scale(width)
+        return self.kernel.scale(width) * self.factor
 
     def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
         encoded = as_tensor(self.kernel.encode_query(q, position), self.kernel)
-        if not isinstance(self.factor, Tensor):
+        if not self._in_query:
             return encoded
         return (as_factor(self.factor, encoded) * encoded).to(encoded.dtype)
 

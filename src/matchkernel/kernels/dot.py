@@ -51,7 +51,7 @@ class Cosine(DotKernel):
 
     q (…, n, d), k (…, m, d) → scores (…, n, m) in [−1/τ, 1/τ]. `temperature` τ > 0 is a number (default 1), a tensor
     with one entry per head, or an `nn.Parameter`. A zero vector has no direction: its cosine is 0, and so is its
-    gradient. Cost: a dot product and one pass over q and k. Norms are taken in float32 or wider and without overflow.
+    gradient. Norms are taken in float32 or wider and without overflow. Cost: a dot product, and a few passes over q, k.
     Positive definite: it is `Dot` after a map of each input. ValueError for a temperature that is not above zero.
     Source: Henry et al. 2020 (QKNorm), eq. 5; Radford et al. 2021 (CLIP) for a learned temperature.
     """
@@ -90,8 +90,8 @@ class Bilinear(DotKernel):
 
     q (…, n, query_dim), k (…, m, key_dim) → scores (…, n, m). `key_dim` defaults to `query_dim`. Entries start normal
     with standard deviation 1/√(query_dim · key_dim), so that inputs of unit variance give scores of unit variance;
-    draw others with `reset_parameters(generator)`. query_dim · key_dim parameters, or rank · (query_dim + key_dim). W
-    is not symmetric in general, so neither is the score: W = [[0, 1], [0, 0]] scores (e₁, e₂) 1 and (e₂, e₁) 0, which
+    draw others with `reset_parameters(generator)`. query_dim · key_dim parameters, or rank · (query_dim + key_dim).
+    The score is not symmetric in general, since W is not: W = [[0, 1], [0, 0]] scores (e₁, e₂) 1 and (e₂, e₁) 0, which
     also rules out positive definiteness. ValueError for a dimension below 1 or an input of another width.
     Source: Luong, Pham & Manning 2015, eq. 8 ("general").
     """
