@@ -2,7 +2,7 @@
 
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
 from .kernels import Bilinear, Cosine, Dot, DotKernel, MatchKernel, ScaledDot, squared_distance
-from .normalizers import Normalizer, ScalableSoftmax, SinkSoftmax, Softmax
+from .normalizers import Normalizer, ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax
 
 __version__ = "0.1.0"
 
@@ -16,6 +16,7 @@ __all__ = [
     "Normalizer",
     "ScalableSoftmax",
     "ScaledDot",
+    "Sigmoid",
     "SinkSoftmax",
     "Softmax",
     "attend",

@@ -46,9 +46,14 @@ class Reference:
 
     def _weights(self, problem: Problem) -> tuple[Tensor, Tensor]:
         scores, v = self._scores(problem)
-        visible = problem.visibility.visible if problem.normalizer.counts_keys else None
-        scores = problem.normalizer.factor(visible, scores) * scores
-        return problem.normalizer.weigh(self._permit(problem, scores)), v
+        normalizer = problem.normalizer
+        visible = problem.visibility.visible if normalizer.counts_keys else None
+        scores = self._permit(problem, normalizer.factor(visible, scores) * scores)
+        shift = normalizer.shift(visible, scores)
+        # Adding a plain 0 would be one more pass over the table.
+        if isinstance(shift, Tensor) or shift != 0.0:
+            scores = scores + shift
+        return normalizer.weigh(scores), v
 
     def weights(self, problem: Problem) -> Tensor:
         """The table of weights (…, n, m), in the inputs' dtype."""

@@ -1,49 +1,23 @@
-"""How scores become weights: the softmax family."""
+"""The softmax family: exponentials of the scores, over their sum."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .kernels.values import HeadValue, as_factor, hold, show
-
-
-class Normalizer(nn.Module):
-    """Turns a row of scores into a row of weights.
-
-    weights = weigh(factor · score + float mask), with score = −inf where a query may not attend
-
-    `factor(visible)` is what multiplies the score before a float mask is added; `visible` holds how many keys each
-    query may attend to. A member of the softmax family also says what is left of a plain softmax once its log-sum-exp
-    is known, so that an engine can compute it without forming the table:
-
-    weights = softmax(factor · score + float mask) · remainder(logsumexp)
-    """
-
-    shift_invariant: bool = False
-    """Whether a constant added to a whole row of scores leaves the weights as they are."""
-
-    counts_keys: bool = False
-    """Whether `factor` needs the number of visible keys."""
-
-    def factor(self, visible: Tensor | None, like: Tensor) -> HeadValue | Tensor:
-        """The multiplier of the scores (…, n, m): a number or a tensor (…, n | 1, 1) in the dtype of `like`."""
-        return 1.0
-
-    def weigh(self, scores: Tensor) -> Tensor:
-        """Weights (…, n, m) from scores that already carry factor and mask; a row of −inf gives zeros."""
-        raise NotImplementedError(f"{type(self).__name__} must define weigh(scores)")
-
-    def remainder(self, logsumexp: Tensor) -> Tensor | None:
-        """What multiplies a plain softmax's row, given its log-sum-exp (…, n); None for nothing."""
-        return None
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.extra_repr()})"
+from ..kernels.values import HeadValue, as_factor, hold, show
+from .base import Normalizer, State
 
 
 class SoftmaxFamily(Normalizer):
-    """A softmax of scaled scores, times at most one number per row."""
+    """A softmax of scaled scores, times at most one number per row.
+
+    Online, a row's state is its largest score so far and the sum of the exponentials below it, and its statistic is
+    the log-sum-exp; `remainder` is applied by the engine, to the finished row.
+    Source: Milakov & Gimelshein 2018, algorithm 3, for the online form.
+    """
+
+    online = True
 
     def weigh(self, scores: Tensor) -> Tensor:
         if scores.shape[-1] == 0:
@@ -54,6 +28,31 @@ class SoftmaxFamily(Normalizer):
         weights = torch.where(empty, torch.zeros_like(scores), finite.softmax(dim=-1))
         remainder = self.remainder(finite.logsumexp(dim=-1))
         return weights if remainder is None else weights * remainder.unsqueeze(-1)
+
+    def start(self, rows: Tensor) -> State:
+        return torch.full_like(rows, float("-inf")), torch.zeros_like(rows)
+
+    def absorb(self, state: State, scores: Tensor) -> tuple[State, Tensor, Tensor | None]:
+        before, total = state
+        top = torch.maximum(before, scores.amax(dim=-1))
+        # −inf − (−inf) is NaN: a row that has seen nothing yet is measured from 0.
+        base = torch.where(top == float("-inf"), 0.0, top)
+        weights = (scores - base.unsqueeze(-1)).exp()
+        carry = (before - base).exp()
+        return (top, total * carry + weights.sum(dim=-1)), weights, carry
+
+    def close(self, state: State, accumulated: Tensor) -> tuple[Tensor, Tensor]:
+        top, total = state
+        # The largest score adds 1 to the sum, so that only a row without keys has less.
+        empty = total == 0.0
+        total = torch.where(empty, 1.0, total)
+        return accumulated / total.unsqueeze(-1), torch.where(empty, 0.0, top) + total.log()
+
+    def again(self, scores: Tensor, statistic: Tensor) -> Tensor:
+        return (scores - statistic.unsqueeze(-1)).exp()
+
+    def score_gradient(self, weights: Tensor, grad_weights: Tensor, row: Tensor) -> Tensor:
+        return weights * (grad_weights - row)
 
 
 class Softmax(SoftmaxFamily):
