@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import DotKernel, Encoding, Fact, MatchKernel, ScoreFact, as_tensor, concatenate
+from .base import DotKernel, Encoding, Fact, MatchKernel, Parts, ScoreFact, concatenate
 from .values import HeadValue, as_factor, hold, show
 
 
@@ -38,6 +38,10 @@ class KernelSum(MatchKernel):
     def match(self, q: Encoding, k: Encoding) -> Tensor:
         return self.a.match(q[0], k[0]) + self.b.match(q[1], k[1])
 
+    def under_causal_order(self) -> MatchKernel:
+        a, b = self.a.under_causal_order(), self.b.under_causal_order()
+        return self if a is self.a and b is self.b else add(a, b)
+
     def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
         return _added_flops(self.a, self.b, query_width, key_width)
 
@@ -53,15 +57,22 @@ class DotSum(DotKernel):
         self.a, self.b = a, b
         _inherit_added_facts(self, a, b)
 
-    def encode_query(self, q: Tensor, position: Tensor) -> Tensor:
-        return concatenate(*(_scaled_query(kernel, q, position) for kernel in (self.a, self.b)))
-
-    def encode_key(self, k: Tensor, position: Tensor) -> Tensor:
-        return concatenate(*(as_tensor(kernel.encode_key(k, position), kernel) for kernel in (self.a, self.b)))
-
-    def query_term(self, q: Tensor, position: Tensor) -> Tensor | None:
-        terms = [term for kernel in (self.a, self.b) if (term := kernel.query_term(q, position)) is not None]
-        return sum(terms[1:], terms[0]) if terms else None
+    def encode_pair(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> Parts:
+        both = []
+        for kernel in (self.a, self.b):
+            parts = kernel.encode_pair(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+            both.append(_times_query(kernel.scale(parts.q.shape[-1]), parts))
+        a, b = both
+        terms = [part.query_term for part in both if part.query_term is not None]
+        return Parts(
+            concatenate(a.q, b.q),
+            concatenate(a.k, b.k),
+            sum(terms[1:], terms[0]) if terms else None,
+            _join(a.fine_q, b.fine_q),
+            _join(a.fine_k, b.fine_k),
+        )
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
         return _added_flops(self.a, self.b, query_width, key_width)
@@ -89,6 +100,10 @@ class ScaledKernel(MatchKernel):
     def match(self, q: Encoding, k: Encoding) -> Tensor:
         scores = self.kernel.match(q, k)
         return as_factor(self.factor, scores) * scores
+
+    def under_causal_order(self) -> MatchKernel:
+        kernel = self.kernel.under_causal_order()
+        return self if kernel is self.kernel else scale(kernel, self.factor)
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
         inner = self.kernel.flops_per_pair(query_width, key_width)
@@ -121,18 +136,14 @@ class ScaledDotKernel(DotKernel):
             return self.kernel.scale(width)
         return self.kernel.scale(width) * self.factor
 
-    def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
-        encoded = as_tensor(self.kernel.encode_query(q, position), self.kernel)
-        if not self._in_query:
-            return encoded
-        return (as_factor(self.factor, encoded) * encoded).to(encoded.dtype)
-
-    def encode_key(self, k: Tensor, position: Tensor) -> Encoding:
-        return self.kernel.encode_key(k, position)
-
-    def query_term(self, q: Tensor, position: Tensor) -> Tensor | None:
-        term = self.kernel.query_term(q, position)
-        return None if term is None else (as_factor(self.factor, term.unsqueeze(-1)) * term.unsqueeze(-1)).squeeze(-1)
+    def encode_pair(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> Parts:
+        parts = self.kernel.encode_pair(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+        if parts.query_term is not None:
+            term = parts.query_term.unsqueeze(-1)
+            parts = parts._replace(query_term=(as_factor(self.factor, term) * term).squeeze(-1))
+        return _times_query(self.factor, parts) if self._in_query else parts
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
         return self.kernel.flops_per_pair(query_width, key_width)
@@ -141,9 +152,17 @@ class ScaledDotKernel(DotKernel):
         return _times(self.factor, self.kernel)
 
 
-def _scaled_query(kernel: DotKernel, q: Tensor, position: Tensor) -> Tensor:
-    encoded = as_tensor(kernel.encode_query(q, position), kernel)
-    return kernel.scale(encoded.shape[-1]) * encoded
+def _times_query(factor: HeadValue, parts: Parts) -> Parts:
+    """The inner product times `factor`, which goes into all that the query has in it."""
+    fine = parts.fine_q
+    return parts._replace(
+        q=(as_factor(factor, parts.q) * parts.q).to(parts.q.dtype),
+        fine_q=None if fine is None else as_factor(factor, fine) * fine,
+    )
+
+
+def _join(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return concatenate(a, b) if a is not None and b is not None else a if b is None else b
 
 
 def _added_flops(a: MatchKernel, b: MatchKernel, query_width: int, key_width: int) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,10 @@ class MatchKernel(nn.Module):
         """Both encodings. With `up_to_row_shift`, terms that depend on the query alone may be left out of the score."""
         return self.encode_query(q, query_position), self.encode_key(k, key_position)
 
+    def under_causal_order(self) -> MatchKernel:
+        """A kernel with the same scores wherever no key is later than its query; itself unless it knows a better."""
+        return self
+
     def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
         """Operations to score one pair, given the widths of q and k; None when nobody has counted them."""
         return None
@@ -100,6 +104,24 @@ class MatchKernel(nn.Module):
         return f"{type(self).__name__}({self.extra_repr()})"
 
 
+class Parts(NamedTuple):
+    """What a dot kernel makes of all queries and keys together, before each is one tensor.
+
+    s_ij = scale · (⟨q_i, k_j⟩ + ⟨fine_q_i, fine_k_j⟩) + query_term_i
+
+    q (…, n, w), k (…, m, w), query_term (…, n) or None. The fine coordinates, (…, n, f) and (…, m, f) or None for both,
+    are those whose products are large and cancel, such as norms and positions. They stay in float32 or wider through
+    sums and multiples; `DotKernel.encode` rounds them last, into high and low parts where q and k are in a half type.
+    `scale` is what `DotKernel.scale` says for the width w.
+    """
+
+    q: Tensor
+    k: Tensor
+    query_term: Tensor | None = None
+    fine_q: Tensor | None = None
+    fine_k: Tensor | None = None
+
+
 class DotKernel(MatchKernel):
     """A kernel whose score is an inner product of encodings, so that a fused attention kernel computes it.
 
@@ -135,22 +157,41 @@ class DotKernel(MatchKernel):
         q, k = as_tensor(q, self), as_tensor(k, self)
         return self.scale(q.shape[-1]) * (q @ k.mT)
 
+    def encode_pair(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> Parts:
+        """All of the above in one call, for a kernel that must see queries and keys together or has fine coordinates.
+
+        `encode`, sums and multiples ask for this alone, so a kernel that overrides it need not define the others.
+        """
+        return Parts(
+            as_tensor(self.encode_query(q, query_position), self),
+            as_tensor(self.encode_key(k, key_position), self),
+            None if up_to_row_shift else self.query_term(q, query_position),
+        )
+
     def encode(
         self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Both encodings; a query term that matters becomes one more coordinate, so it is still an inner product."""
-        encoded_q = as_tensor(self.encode_query(q, query_position), self)
-        encoded_k = as_tensor(self.encode_key(k, key_position), self)
-        self._check_encodings(q, k, encoded_q, encoded_k)
-        term = None if up_to_row_shift else self.query_term(q, query_position)
-        if term is None:
-            return encoded_q, encoded_k
-        before, after = self.scale(encoded_q.shape[-1]), self.scale(encoded_q.shape[-1] + 1)
-        column = (term / after).unsqueeze(-1)
-        return (
-            concatenate(encoded_q * (before / after), column.to(encoded_q.dtype)),
-            concatenate(encoded_k, encoded_k.new_ones(1).expand(*encoded_k.shape[:-1], 1)),
-        )
+        """Both encodings; what is fine, and a query term that matters, become coordinates: still an inner product."""
+        parts = self.encode_pair(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+        self._check_encodings(q, k, parts.q, parts.k)
+        dtype = torch.promote_types(parts.q.dtype, parts.k.dtype)
+        width = parts.q.shape[-1]
+        fine = (0 if parts.fine_q is None else parts.fine_q.shape[-1]) + (parts.query_term is not None)
+        before, after = self.scale(width), self.scale(width + fine * columns_of_fine(dtype))
+        of_query, of_key = [parts.q if before == after else parts.q * (before / after)], [parts.k]
+        if parts.fine_q is not None and parts.fine_k is not None:
+            fine_q, fine_k = as_columns(parts.fine_q * (before / after), parts.fine_k, dtype)
+            of_query.append(fine_q)
+            of_key.append(fine_k)
+        if parts.query_term is not None:
+            term = parts.query_term.unsqueeze(-1) / after
+            # A norm may leave the range of float16 where its sixteenth does not.
+            term, one = as_columns(term / 16.0, term.new_full((1, 1), 16.0), dtype)
+            of_query.append(term)
+            of_key.append(one.expand(*parts.k.shape[:-1], -1))
+        return concatenate(*of_query), concatenate(*of_key)
 
     def _check_encodings(self, q: Tensor, k: Tensor, encoded_q: Tensor, encoded_k: Tensor) -> None:
         """Equal widths, and one row per token: torch's fused kernel reads past the end of what is shorter."""
@@ -160,7 +201,7 @@ class DotKernel(MatchKernel):
                 f"{encoded_q.shape[-1]} and {encoded_k.shape[-1]}, expected equal ones"
             )
         for name, x, encoded in (("q", q, encoded_q), ("k", k, encoded_k)):
-            if not 2 <= encoded.dim() <= x.dim() or encoded.shape[-2] != x.shape[-2]:
+            if not 2 <= encoded.dim() <= max(q.dim(), k.dim()) or encoded.shape[-2] != x.shape[-2]:
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}: {self!r} encodes it as {tuple(encoded.shape)}, "
                     f"expected (…, {x.shape[-2]}, width)"
@@ -168,18 +209,45 @@ class DotKernel(MatchKernel):
 
 
 def as_tensor(encoding: Encoding, kernel: MatchKernel) -> Tensor:
-    """The encoding of a dot kernel, which is one tensor."""
+    """The encoding of a kernel that takes one tensor, as dot kernels do."""
     if not isinstance(encoding, Tensor):
-        raise TypeError(f"{type(kernel).__name__} is a DotKernel: its encoders must return one tensor each")
+        raise TypeError(
+            f"{type(kernel).__name__}: its encoders must return one tensor each, got a {type(encoding).__name__}"
+        )
     return encoding
 
 
-def concatenate(a: Tensor, b: Tensor) -> Tensor:
-    """Two encodings side by side."""
-    leading = broadcast(a.shape[:-1], b.shape[:-1])
+def concatenate(*encodings: Tensor) -> Tensor:
+    """Encodings side by side."""
+    if len(encodings) == 1:
+        return encodings[0]
+    leading = broadcast(*(x.shape[:-1] for x in encodings))
     if leading is None:
-        raise ValueError(f"encodings of shape {tuple(a.shape)} and {tuple(b.shape)} do not broadcast")
-    return torch.cat([a.expand(*leading, -1), b.expand(*leading, -1)], dim=-1)
+        shapes = " and ".join(str(tuple(x.shape)) for x in encodings)
+        raise ValueError(f"encodings of shape {shapes} do not broadcast")
+    return torch.cat([x.expand(*leading, -1) for x in encodings], dim=-1)
+
+
+def columns_of_fine(dtype: torch.dtype) -> int:
+    """How many columns of `dtype` one fine coordinate takes."""
+    return 1 if torch.finfo(dtype).bits >= 32 else 3
+
+
+def as_columns(q: Tensor, k: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Fine coordinates (…, n, f) and (…, m, f) in `dtype`, with the same inner product.
+
+    A half type keeps two or three digits of a number, so each is the sum of a high and a low part; the product of the
+    low parts is lost. The derivative passes through the high part, and cancels in the low one.
+    """
+    if columns_of_fine(dtype) == 1:
+        return q.to(dtype), k.to(dtype)
+    (high_q, low_q), (high_k, low_k) = _high_and_low(q, dtype), _high_and_low(k, dtype)
+    return torch.cat([high_q, low_q, high_q], dim=-1), torch.cat([high_k, high_k, low_k], dim=-1)
+
+
+def _high_and_low(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    high = x.to(dtype)
+    return high, (x - high).to(dtype)
 
 
 # The algebra is made of the classes above, and they speak it: a + b, c * a.
