@@ -2,6 +2,7 @@
 
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
 from .kernels import (
+    ALiBi,
     Bilinear,
     Cosine,
     Dot,
@@ -9,8 +10,14 @@ from .kernels import (
     Gaussian,
     Laplacian,
     MatchKernel,
+    Mixture,
     RationalQuadratic,
+    RelativeBias,
+    Rotary,
     ScaledDot,
+    Softcap,
+    alibi_slopes,
+    mixture,
     squared_distance,
 )
 from .normalizers import Normalizer, ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax
@@ -18,6 +25,7 @@ from .normalizers import Normalizer, ScalableSoftmax, Sigmoid, SinkSoftmax, Soft
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALiBi",
     "Bilinear",
     "Cosine",
     "Dot",
@@ -26,15 +34,21 @@ __all__ = [
     "Gaussian",
     "Laplacian",
     "MatchKernel",
+    "Mixture",
     "Normalizer",
     "RationalQuadratic",
+    "RelativeBias",
+    "Rotary",
     "ScalableSoftmax",
     "ScaledDot",
     "Sigmoid",
     "SinkSoftmax",
+    "Softcap",
     "Softmax",
+    "alibi_slopes",
     "attend",
     "explain",
+    "mixture",
     "scaled_dot_product_attention",
     "scores",
     "squared_distance",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels.base import DotKernel
+from ..kernels.base import DotKernel, MatchKernel
 from ..normalizers import SoftmaxFamily
 from . import _torch_private
 from ._fused_function import FusedAttention, PublicFusedAttention, public
@@ -25,7 +27,7 @@ class Fused:
 
     def refuse(self, problem: Problem) -> str | None:
         q, v, normalizer = problem.q, problem.v, problem.normalizer
-        if not isinstance(problem.kernel, DotKernel):
+        if not isinstance(_form(problem), DotKernel):
             return f"{problem.kernel!r} is not a DotKernel: its score is not an inner product of encodings"
         if not isinstance(normalizer, SoftmaxFamily):
             return f"{type(normalizer).__name__} is not a softmax"
@@ -44,7 +46,7 @@ class Fused:
         return None
 
     def run(self, problem: Problem) -> Tensor:
-        kernel, normalizer, place = problem.kernel, problem.normalizer, problem.visibility
+        kernel, normalizer, place = _form(problem), problem.normalizer, problem.visibility
         assert isinstance(kernel, DotKernel)
         q, k, v = problem.hide()
         q, k = kernel.encode(q, k, place.query_position, place.key_position, up_to_row_shift=normalizer.shift_invariant)
@@ -85,12 +87,20 @@ class Fused:
         held = rows * (width * size + 4) + (problem.q.numel() + problem.k.numel()) * size
         # A dense mask is built from tables of booleans: what position permits, what the mask permits, and both.
         held += 0 if mask is None else mask.numel() * (mask.element_size() + (3 if _forms_table(mask, problem) else 0))
-        return Cost(product_flops(problem, pairs), traffic(problem), held)
+        return Cost(product_flops(replace(problem, kernel=_form(problem)), pairs), traffic(problem), held)
 
     def reason(self, problem: Problem) -> str:
         table = _forms_table(_bias(problem, problem.q.dtype)[0], problem)
         how = ", through an n × m mask" if table else ""
-        return f"{problem.kernel!r} is an inner product of encodings, so torch's fused kernel computes it{how}"
+        when = "" if isinstance(problem.kernel, DotKernel) else " where no key is later than its query"
+        return f"{problem.kernel!r} is an inner product of encodings{when}, so torch's fused kernel computes it{how}"
+
+
+def _form(problem: Problem) -> MatchKernel:
+    """The kernel, or what it is where no query may attend to a later key."""
+    place = problem.visibility
+    no_later = place.causal or (place.window is not None and place.window[1] == 0)
+    return problem.kernel.under_causal_order() if no_later else problem.kernel
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float) -> tuple[Tensor, Tensor | None]:

@@ -4,8 +4,11 @@ from .base import DotKernel, MatchKernel
 from .distance import Gaussian, Laplacian, RationalQuadratic
 from .dot import Bilinear, Cosine, Dot, ScaledDot
 from .pairs import squared_distance
+from .position import ALiBi, RelativeBias, Rotary, alibi_slopes
+from .wrap import Mixture, Softcap, mixture
 
 __all__ = [
+    "ALiBi",
     "Bilinear",
     "Cosine",
     "Dot",
@@ -13,7 +16,13 @@ __all__ = [
     "Gaussian",
     "Laplacian",
     "MatchKernel",
+    "Mixture",
     "RationalQuadratic",
+    "RelativeBias",
+    "Rotary",
     "ScaledDot",
+    "Softcap",
+    "alibi_slopes",
+    "mixture",
     "squared_distance",
 ]
