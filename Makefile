@@ -21,7 +21,7 @@ export PYTHONUNBUFFERED := 1
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help book serve lab chapter chapters claims test test-slow lint types prose unit notebooks checks site links \
-    browser slow bench clean distclean setup setup-dev chromium pins
+    browser slow bench bench-peers clean distclean setup setup-dev chromium pins
 
 help: ## list these commands
 	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -93,8 +93,15 @@ browser: setup-dev chromium ## the built site in a headless browser
 slow: setup-dev
 	@echo "── the long runs"; $(TESTS) --dist worksteal -m slow tests
 
-bench: setup-dev ## measure the library against its peers; writes benchmarks/results
+bench: setup-dev bench-peers ## measure the library against its peers; writes benchmarks/results
 	@for file in benchmarks/bench_*.py; do echo "── $$file"; $(BIN)/python "$$file"; done
+
+bench-peers: .venv/peers/.installed ## install the peers, into a folder that nothing else looks at
+.venv/peers/.installed: .venv/.book benchmarks/requirements-peers.txt
+	@echo "── installing the peers"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps --quiet --upgrade \
+	    --target .venv/peers -r benchmarks/requirements-peers.txt
+	@touch $@
 
 # ---- building ---------------------------------------------------------------------------------------------------
 

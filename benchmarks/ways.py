@@ -1,0 +1,286 @@
+"""Every kernel of the table, as each library and each formula computes it, on the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import peers
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import matchkernel as mk
+
+Tensor = torch.Tensor
+BATCH, HEADS, WIDTH = 2, 4, 64
+SIGMA = 8.0
+"""√d: a distance of two random tokens, divided by it, is of the size of a scaled dot product."""
+LIMIT = 5.0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q, k, v (2, 4, n, 64), and the gradient that reaches the output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    upstream: Tensor
+    causal: bool
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        return [self.q, self.k, self.v]
+
+    @staticmethod
+    def draw(n: int, causal: bool = False, device: str = "cpu", batch: int = BATCH) -> Inputs:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, upstream = (torch.randn(batch, HEADS, n, WIDTH, generator=generator).to(device) for _ in range(4))
+        return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), upstream, causal)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A call that computes attention, and what it is differentiated by: q, k, v first, then parameters."""
+
+    call: Callable[[], Tensor]
+    leaves: list[Tensor]
+
+
+Build = Callable[[Inputs], Way]
+"""Makes a way, or raises peers.Missing."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One kernel, written three times: the library's, in plain torch, and as a formula for KeOps."""
+
+    kernel: mk.MatchKernel
+    score: Callable[..., Tensor]
+    """(q, k, *parameters) → (…, n, m)."""
+    keops: Callable[..., Any] | None = None
+    """(q, k, *parameters) → KeOps' symbolic score of all pairs; see `rows` and `columns`."""
+    others: dict[str, Build] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return list(self.kernel.parameters())
+
+    def ways(self) -> dict[str, Build]:
+        found: dict[str, Build] = {
+            "matchkernel": lambda inputs: ours(inputs, self.kernel),
+            "fused dot": fused_dot,
+            "naive": self._naive,
+            "naive, compiled": self._compiled,
+        }
+        if self.keops is not None:
+            found["KeOps"] = lambda inputs: with_keops(inputs, self.keops, self.parameters)
+        return found | self.others
+
+    def _dense(self, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.softmax(self.score(q, k, *parameters), -1) @ v
+
+    def _naive(self, inputs: Inputs) -> Way:
+        everything = [*inputs.leaves, *self.parameters]
+        return Way(lambda: self._dense(*everything), everything)
+
+    def _compiled(self, inputs: Inputs) -> Way:
+        peers.compiler()
+        everything = [*inputs.leaves, *self.parameters]
+        compiled = torch.compile(self._dense, fullgraph=True, dynamic=False)
+        return Way(lambda: compiled(*everything), everything)
+
+
+# ---- the library and torch's own call -------------------------------------------------------------------------------
+
+
+def ours(inputs: Inputs, kernel: mk.MatchKernel) -> Way:
+    q, k, v = inputs.leaves
+    return Way(lambda: mk.attend(q, k, v, kernel, causal=inputs.causal), [q, k, v, *kernel.parameters()])
+
+
+def fused_dot(inputs: Inputs) -> Way:
+    q, k, v = inputs.leaves
+    return Way(lambda: sdpa(q, k, v, is_causal=inputs.causal), [q, k, v])
+
+
+def dense_dot(inputs: Inputs) -> Way:
+    q, k, v = inputs.leaves
+    return Way(lambda: torch.softmax(q @ k.mT / WIDTH**0.5, -1) @ v, [q, k, v])
+
+
+# ---- peers ----------------------------------------------------------------------------------------------------------
+
+
+def with_keops(inputs: Inputs, score: Callable[..., Any], parameters: list[Tensor]) -> Way:
+    """All pairs reduced by one compiled formula, heads as batch dimensions."""
+    peers.keops()
+
+    def call() -> Tensor:
+        q, k, v = inputs.leaves
+        out: Tensor = score(q, k, *parameters).sumsoftmaxweight(columns(v), dim=q.dim() - 1)
+        return out
+
+    return Way(call, [*inputs.leaves, *parameters])
+
+
+def rows(q: Tensor) -> Any:
+    """(…, n, d) as KeOps' symbol for what changes from row to row of the table."""
+    return peers.keops().LazyTensor(q.unsqueeze(-2))
+
+
+def columns(k: Tensor) -> Any:
+    return peers.keops().LazyTensor(k.unsqueeze(-3))
+
+
+def with_flex(inputs: Inputs, change: Callable[..., Tensor]) -> Way:
+    """FlexAttention, compiled. On a CPU it has no backward."""
+    peers.compiler()
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    return Way(lambda: compiled(*inputs.leaves, score_mod=change), inputs.leaves)
+
+
+def with_x_transformers(inputs: Inputs, **settings: Any) -> Way:
+    attend = peers.x_transformers().Attend(heads=HEADS, causal=inputs.causal, **settings)
+    return Way(lambda: attend(*inputs.leaves)[0], inputs.leaves)
+
+
+def with_cdist(inputs: Inputs, p: float, score: Callable[[Tensor], Tensor]) -> Way:
+    q, k, v = inputs.leaves
+    return Way(lambda: torch.softmax(score(torch.cdist(q, k, p=p)), -1) @ v, [q, k, v])
+
+
+def with_d2l(inputs: Inputs, weights: list[Tensor]) -> Way:
+    """d2l's AdditiveAttention, which takes one leading dimension, with the weights (d, h), (d, h) and (h,)."""
+    module = peers.d2l().AdditiveAttention(weights[-1].numel(), 0.0).to(inputs.q)
+    q, k, v = inputs.leaves
+
+    def call() -> Tensor:
+        out: Tensor = module(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), None)
+        return out.unflatten(0, q.shape[:2])
+
+    with torch.no_grad():
+        short = torch.zeros(1, 1, WIDTH).to(inputs.q)
+        module(short, short, short, None)  # its layers take their shapes from the first call
+        for own, given in zip((module.W_q, module.W_k, module.w_v), weights, strict=True):
+            own.weight.copy_(given.reshape(-1, own.weight.shape[0]).mT)
+    return Way(call, [q, k, v, *module.parameters()])
+
+
+# ---- the kernels ----------------------------------------------------------------------------------------------------
+
+
+def squared(q: Tensor, k: Tensor) -> Tensor:
+    """|q − k|² through one matrix product."""
+    return q.square().sum(-1, keepdim=True) + k.square().sum(-1).unsqueeze(-2) - 2.0 * (q @ k.mT)
+
+
+def additive() -> Subject:
+    kernel = mk.Additive(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def naive(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, w: Tensor) -> Tensor:
+        return (torch.tanh((q @ w_q).unsqueeze(-2) + (k @ w_k).unsqueeze(-3)) * w).sum(-1)
+
+    def plain(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, w: Tensor) -> Any:
+        symbol = peers.keops().LazyTensor(w.reshape(1, 1, 1, 1, -1))
+        # KeOps has no tanh.
+        tanh = 1.0 - 2.0 / (1.0 + (2.0 * (rows(q @ w_q) + columns(k @ w_k))).exp())
+        return (symbol * tanh).sum(-1)
+
+    def identity(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, w: Tensor) -> Any:
+        """tanh(a + b) = 1 − 2/(1 + e²ᵃe²ᵇ); the 1 is a constant, which a softmax does not see."""
+        symbol = peers.keops().LazyTensor(w.reshape(1, 1, 1, 1, -1))
+        return -2.0 * (symbol / (1.0 + rows((2.0 * q @ w_q).exp()) * columns((2.0 * k @ w_k).exp()))).sum(-1)
+
+    weights = list(kernel.parameters())
+    return Subject(
+        kernel,
+        naive,
+        plain,
+        {
+            "KeOps, identity": lambda inputs: with_keops(inputs, identity, weights),
+            "d2l": lambda inputs: with_d2l(inputs, weights),
+        },
+    )
+
+
+def laplacian() -> Subject:
+    return Subject(
+        mk.Laplacian(SIGMA),
+        lambda q, k: (q.unsqueeze(-2) - k.unsqueeze(-3)).abs().sum(-1) / -SIGMA,
+        lambda q, k: (rows(q) - columns(k)).abs().sum(-1) / -SIGMA,
+        {"cdist": lambda inputs: with_cdist(inputs, 1.0, lambda distance: distance / -SIGMA)},
+    )
+
+
+def rational_quadratic() -> Subject:
+    return Subject(
+        mk.RationalQuadratic(1.0, SIGMA),
+        lambda q, k: -torch.log1p(squared(q, k) / (2.0 * SIGMA**2)),
+        lambda q, k: -(1.0 + ((rows(q) - columns(k)) ** 2).sum(-1) / (2.0 * SIGMA**2)).log(),
+        {"cdist": lambda inputs: with_cdist(inputs, 2.0, lambda distance: -(distance**2 / (2 * SIGMA**2)).log1p())},
+    )
+
+
+def gaussian() -> Subject:
+    return Subject(
+        mk.Gaussian(SIGMA),
+        lambda q, k: squared(q, k) / (-2.0 * SIGMA**2),
+        lambda q, k: ((rows(q) - columns(k)) ** 2).sum(-1) / (-2.0 * SIGMA**2),
+        {
+            "cdist": lambda inputs: with_cdist(inputs, 2.0, lambda distance: distance**2 / (-2.0 * SIGMA**2)),
+            "x-transformers": lambda inputs: with_x_transformers(inputs, l2_distance=True, scale=0.5 / SIGMA**2),
+        },
+    )
+
+
+def softcap() -> Subject:
+    def capped(score: Tensor, *place: Tensor) -> Tensor:
+        return LIMIT * torch.tanh(score / LIMIT)
+
+    return Subject(
+        mk.Softcap(mk.ScaledDot(), LIMIT),
+        lambda q, k: capped(q @ k.mT / WIDTH**0.5),
+        lambda q, k: LIMIT * ((rows(q) | columns(k)) / (LIMIT * WIDTH**0.5)).tanh(),
+        {
+            "FlexAttention": lambda inputs: with_flex(inputs, capped),
+            "x-transformers": lambda inputs: with_x_transformers(
+                inputs, softclamp_logits=True, logit_softclamp_value=LIMIT
+            ),
+        },
+    )
+
+
+def bilinear() -> mk.MatchKernel:
+    return mk.Bilinear(WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+# ---- a reader's own kernels: three lines each -----------------------------------------------------------------------
+
+
+class Cauchy(mk.MatchKernel):
+    def match(self, q: Tensor, k: Tensor) -> Tensor:
+        return -torch.log1p(mk.squared_distance(q, k))
+
+
+class Quadratic(mk.MatchKernel):
+    def match(self, q: Tensor, k: Tensor) -> Tensor:
+        return 0.01 * (1.0 + q @ k.mT).square()
+
+
+class PseudoHuber(mk.MatchKernel):
+    def match(self, q: Tensor, k: Tensor) -> Tensor:
+        return -(1.0 + (q.unsqueeze(-2) - k.unsqueeze(-3)).square()).sqrt().sum(-1)
+
+
+def own(kernel: mk.MatchKernel) -> dict[str, Build]:
+    """The library, and the same three lines on the whole table."""
+
+    def dense(inputs: Inputs) -> Way:
+        q, k, v = inputs.leaves
+        return Way(lambda: torch.softmax(kernel.match(q, k), -1) @ v, [q, k, v])
+
+    return {"matchkernel": lambda inputs: ours(inputs, kernel), "dense": dense, "fused dot": fused_dot}
