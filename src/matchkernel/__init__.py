@@ -20,7 +20,7 @@ from .kernels import (
     mixture,
     squared_distance,
 )
-from .normalizers import Normalizer, ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax
+from .normalizers import Entmax, Normalizer, ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax, Sparsemax
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,7 @@ __all__ = [
     "Cosine",
     "Dot",
     "DotKernel",
+    "Entmax",
     "Explanation",
     "Gaussian",
     "Laplacian",
@@ -45,6 +46,7 @@ __all__ = [
     "SinkSoftmax",
     "Softcap",
     "Softmax",
+    "Sparsemax",
     "alibi_slopes",
     "attend",
     "explain",

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from ._validate import build_problem
 from .attention import _BY_NAME, attend, scores, weights
 from .kernels.base import MatchKernel
-from .normalizers import Normalizer, ScalableSoftmax, SinkSoftmax, Softmax
+from .normalizers import Entmax, Normalizer, ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax, Sparsemax
 
 NAN = float("nan")
 TINY = 1e-300
@@ -54,7 +54,7 @@ class KernelContract:
         return q.to(dtype), k.to(dtype), v.to(dtype)
 
     def normalizers(self) -> list[Normalizer]:
-        return [Softmax(), Softmax(0.7), SinkSoftmax(0.3), ScalableSoftmax(0.6)]
+        return [Softmax(), Softmax(0.7), SinkSoftmax(0.3), ScalableSoftmax(0.6), Sigmoid(), Sparsemax(), Entmax()]
 
     def settings(self, n: int, m: int) -> Iterator[dict[str, Any]]:
         """Every kind of mask, alone and with causal order."""
@@ -208,7 +208,8 @@ class KernelContract:
     def test_hidden_nan_stays_hidden(self) -> None:
         q, k, v = self.draw()
         for normalizer in self.normalizers():
-            for name in self.engines(q, k, v, self.double_kernel(), mask=torch.ones(7, dtype=torch.bool)):
+            seen = torch.ones(7, dtype=torch.bool)
+            for name in self.engines(q, k, v, self.double_kernel(), mask=seen, normalizer=normalizer):
                 kernel = self.double_kernel()
                 leaves = [x.clone() for x in (q, k, v)]
                 leaves[1][..., 5:, :], leaves[2][..., 5:, :] = NAN, NAN
