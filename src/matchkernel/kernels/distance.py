@@ -43,8 +43,8 @@ class Gaussian(DotKernel):
     def encode_pair(
         self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
     ) -> Parts:
-        q, k = anchored(q, k)
         wide = torch.promote_types(q.dtype, torch.float32)
+        q, k = anchored(q, k, beyond=0.0 if q.dtype == wide else self._near())
         # A norm may leave the range of float16 where its sixteenth does not.
         fine_q = q.new_full((*q.shape[:-1], 1), 16.0, dtype=wide)
         fine_k = _half_square(k, wide) / -16.0
@@ -52,9 +52,18 @@ class Gaussian(DotKernel):
         if not isinstance(self.bandwidth, Tensor):
             return Parts(q, k, None if term is None else self.bandwidth**-2 * term.squeeze(-1), fine_q, fine_k)
         # Into the query: grouped queries share a key, and may differ in bandwidth.
-        precision = torch.as_tensor(as_factor(self.bandwidth, q)).to(wide) ** -2
+        precision = torch.as_tensor(as_factor(self.bandwidth, q))
+        precision = precision.to(torch.promote_types(precision.dtype, wide)) ** -2
         term = None if term is None else (precision * term).squeeze(-1)
         return Parts((precision * q).to(q.dtype), k, term, precision * fine_q, fine_k)
+
+    def _near(self) -> float | Tensor:
+        """How near the origin a half type is left where it is.
+
+        There the norm, in two parts, keeps digits enough, while q − anchor would be rounded to the type's few.
+        """
+        bandwidth = self.bandwidth
+        return 3.0 * (bandwidth.detach().amin() if isinstance(bandwidth, Tensor) else bandwidth)
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int:
         """The product, with a coordinate for the key's norm."""

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 
-def anchored(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def anchored(q: Tensor, k: Tensor, beyond: float | Tensor = 0.0) -> tuple[Tensor, Tensor]:
     """q and k moved by one detached point, the first key, so that data far from the origin lie near it.
 
     q (…, n, d), k (…, m, d); q may have a multiple of k's heads at dimension −3. What depends on q − k alone does not
-    change, and cancels less. A coordinate of the key that is not finite moves nothing, so that it spoils no other
-    token. A mean over the keys would do as well, but would let a later key reach the last digit of an earlier row, and
-    would move with every token that is decoded.
+    change, and cancels less. A coordinate of the key moves nothing if it is not finite, so that it spoils no other
+    token, or not `beyond` a size, where to subtract would round more than it saves. A mean over the keys would do as
+    well, but would let a later key reach the last digit of an earlier row, and would move with every decoded token.
     """
     if not k.shape[-2]:
         return q, k
     anchor = k[..., :1, :].detach()
-    anchor = torch.where(anchor.isfinite(), anchor, 0.0)
+    anchor = torch.where(anchor.isfinite() & (anchor.abs() > beyond), anchor, 0.0)
     groups = _groups(q, k)
     return q - (anchor if groups == 1 else anchor.repeat_interleave(groups, dim=-3)), k - anchor
 
