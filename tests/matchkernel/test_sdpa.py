@@ -2,11 +2,14 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.testing import assert_close
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import matchkernel as mk
 
@@ -104,3 +107,80 @@ def test_dropout_reaches_the_weights() -> None:
     many = torch.stack([mk.attend(q, k, v, dropout=0.5) for _ in range(4000)])
     # The mean of 4000 draws, each with a standard deviation below 3.
     assert_close(many.mean(0), sdpa(q, k, v), rtol=0.0, atol=5 * float((many.std(0) / 4000**0.5).max()))
+
+
+class _Counted:
+    """Our function in the place of torch's, counting its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+        self.calls = 0
+        self.given = given
+        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return mk.scaled_dot_product_attention(*args, **kwargs, **self.given)
+
+
+def _encoder_layer() -> nn.TransformerEncoderLayer:
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True, norm_first=True, dtype=torch.float64)
+
+
+ENCODER_CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "padding": {"src_key_padding_mask": torch.tensor([[False] * 6, [False] * 4 + [True] * 2])},
+    "a mask": {"src_mask": torch.triu(torch.full((6, 6), float("-inf"), dtype=torch.float64), 1)},
+    "causal": {"src_mask": nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("call", ENCODER_CALLS)
+def test_torchs_own_layers_run_on_the_drop_in(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    layer, x = _encoder_layer(), draw(2, 6, 16, seed=1).requires_grad_()
+    leaves = [x, *layer.parameters()]
+    truth = _with_gradients(layer(x, **ENCODER_CALLS[call]), leaves)
+    counted = _Counted(monkeypatch)
+    ours = _with_gradients(layer(x, **ENCODER_CALLS[call]), leaves)
+    assert counted.calls == 1
+    for a, b in zip(ours, truth, strict=True):
+        assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_torchs_own_layers_run_on_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cosine in a TransformerEncoderLayer, against the layer's own steps with the scores written out."""
+    layer, x = _encoder_layer(), draw(2, 6, 16, seed=1)
+    counted = _Counted(monkeypatch, kernel=mk.Cosine(0.2))
+    ours = layer(x)
+    assert counted.calls == 1
+    attention = layer.self_attn
+    normed = layer.norm1(x)
+    q, k, v = (
+        part.unflatten(-1, (4, 4)).transpose(1, 2)
+        for part in nn.functional.linear(normed, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
+    )
+    cosine = nn.functional.cosine_similarity(q.unsqueeze(-2), k.unsqueeze(-3), dim=-1)
+    heads = ((cosine / 0.2).softmax(-1) @ v).transpose(1, 2).flatten(-2)
+    x = x + attention.out_proj(heads)
+    x = x + layer.linear2(nn.functional.relu(layer.linear1(layer.norm2(x))))
+    assert_close(ours, x)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_transformers_model_runs_on_the_drop_in(monkeypatch: pytest.MonkeyPatch, padded: bool) -> None:
+    """Grouped heads, a causal order and a padded batch, through the call that transformers' "sdpa" makes."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="sdpa",
+    )).double()  # fmt: skip
+    ids = torch.randint(31, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 7, dtype=torch.long)
+    if padded:
+        mask[1, :3] = 0
+    truth = _with_gradients(model(ids, attention_mask=mask).logits[mask.bool()], list(model.parameters()))
+    counted = _Counted(monkeypatch)
+    ours = _with_gradients(model(ids, attention_mask=mask).logits[mask.bool()], list(model.parameters()))
+    assert counted.calls == 2
+    for a, b in zip(ours, truth, strict=True):
+        assert_close(a, b, rtol=1e-9, atol=1e-11)
