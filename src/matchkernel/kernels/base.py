@@ -183,8 +183,9 @@ class DotKernel(MatchKernel):
         of_query, of_key = [parts.q if before == after else parts.q * (before / after)], [parts.k]
         if parts.fine_q is not None and parts.fine_k is not None:
             fine_q, fine_k = as_columns(parts.fine_q * (before / after), parts.fine_k, dtype)
-            of_query.append(fine_q)
-            of_key.append(fine_k)
+            # In front: sums run from left to right, and what cancels must be gone before the small terms come.
+            of_query.insert(0, fine_q)
+            of_key.insert(0, fine_k)
         if parts.query_term is not None:
             term = parts.query_term.unsqueeze(-1) / after
             # A norm may leave the range of float16 where its sixteenth does not.

@@ -121,8 +121,10 @@ class _CausalALiBi(DotKernel):
                 fine_q=torch.cat([16.0 * slope, -slope * here / 16.0], -1),
                 fine_k=torch.cat([there / 16.0, one], -1),
             )
-        # With eight binary digits of the slope the product with a position is exact, and what is exact cancels.
-        high = slope + (slope.to(torch.bfloat16).to(slope.dtype) - slope).detach()
+        # With few binary digits of the slope its product with a position is exact, and what is exact cancels: Veltkamp's
+        # split leaves six of 24 in float32, for positions to 2¹⁸.
+        shifted = slope * (2.0**18 + 1.0)
+        high = slope + (shifted - (shifted - slope) - slope).detach()
         low = (slope - high).detach()
         return Parts(
             q[..., :0],
