@@ -212,6 +212,8 @@ def test_sigmoid_in_closed_form() -> None:
         assert_close(_row([0.0] * m, mk.Sigmoid()).sum(), torch.tensor(m / (m + 1), dtype=torch.float64))
         assert_close(_row([0.0] * m, mk.Sigmoid(0.0)).sum(), torch.tensor(m / 2, dtype=torch.float64))
     assert _row([-1e4, 1e4], mk.Sigmoid()).tolist() == [0.0, 1.0]
+    nothing = torch.zeros(5, 7, dtype=torch.bool)
+    assert mk.attend(*inputs(), normalizer=mk.Sigmoid(), mask=nothing).tolist() == [[0.0] * 3] * 5
 
 
 def test_a_float_mask_and_the_bias_add_up() -> None:
