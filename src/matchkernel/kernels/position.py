@@ -121,8 +121,8 @@ class _CausalALiBi(DotKernel):
                 fine_q=torch.cat([16.0 * slope, -slope * here / 16.0], -1),
                 fine_k=torch.cat([there / 16.0, one], -1),
             )
-        # With few binary digits of the slope its product with a position is exact, and what is exact cancels: Veltkamp's
-        # split leaves six of 24 in float32, for positions to 2¹⁸.
+        # With few binary digits of the slope its product with a position is exact, and what is exact cancels.
+        # Veltkamp's split leaves six of 24 in float32, for positions to 2¹⁸.
         shifted = slope * (2.0**18 + 1.0)
         high = slope + (shifted - (shifted - slope) - slope).detach()
         low = (slope - high).detach()
@@ -294,7 +294,9 @@ class RelativeBias(MatchKernel):
         bias = self.weight[self.offset_bucket].mT.flatten() + (no_query.sum() + no_key.sum())
         start = head * (2 * self.max_distance + 1) + self.max_distance
         offset = (key_position.mT - query_position).clamp(-self.max_distance, self.max_distance)
-        return bias[(offset + start).int()]
+        # index_select takes 32-bit indices as they are; bias[…] would copy them to 64, and is slower.
+        at = (offset + start).int()
+        return bias.index_select(0, at.flatten()).reshape(at.shape)
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int:
         """A difference, two bounds, the start of the head's row."""
