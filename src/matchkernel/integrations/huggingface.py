@@ -18,7 +18,7 @@ try:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ImportError as error:
     raise ImportError(
-        "matchkernel.integrations.huggingface needs transformers 5.24 or newer: pip install 'matchkernel[huggingface]'"
+        "matchkernel.integrations.huggingface needs transformers: pip install 'transformers>=5.24'"
     ) from error
 
 Kernels = MatchKernel | Mapping[int, MatchKernel | None] | Sequence[MatchKernel | None] | nn.ModuleList
