@@ -91,5 +91,17 @@ def make() -> dict[str, mk.MatchKernel]:
         0.0 * NormColumn(),
         _learned(0.7, 1.2) * (mk.ScaledDot() + mk.Bilinear(6, generator=generator)),
         _learned(0.8, 1.3) * Cauchy(),
+        mk.ALiBi(2),
+        mk.ScaledDot() + mk.ALiBi(slopes=_learned(0.3, 0.9)),
+        per_head * (mk.Gaussian(2.0) + mk.ALiBi(2)),
+        mk.Rotary(6),
+        mk.Rotary(4, 100.0, interleaved=True),
+        mk.RelativeBias(2, 8, 6, generator=generator),
+        mk.ScaledDot() + mk.RelativeBias(2, 8, 6, bidirectional=False, generator=generator),
+        mk.Softcap(mk.Gaussian(), 2.0),
+        mk.Softcap(mk.ScaledDot() + mk.ALiBi(2), _learned(1.5, 3.0)),
+        mk.mixture(mk.ScaledDot(), mk.ALiBi(2)),
+        mk.mixture(mk.Dot(), mk.Gaussian(), mk.Bilinear(6, generator=generator), log_weights=_learned(0.1, -0.4, 0.3)),
+        mk.Softcap(mk.mixture(mk.Gaussian(), mk.Rotary(6), weights=(0.5, 2.0)), 2.0) + mk.ALiBi(2),
     ]
     return {f"{number:02d} {kernel!r}": kernel for number, kernel in enumerate(kernels)}

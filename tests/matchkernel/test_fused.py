@@ -65,6 +65,13 @@ def _case(name: str) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
         "a matrix": (plain, {"kernel": mk.Bilinear(16, rank=4, generator=torch.Generator().manual_seed(0))}),
         "a negative factor": (plain, {"kernel": -0.3 * mk.Dot(), "causal": True}),
         "a factor per head": (plain, {"kernel": torch.tensor([0.1, -0.2, 0.3]) * mk.Dot()}),
+        "alibi": (plain, {"kernel": mk.ScaledDot() + mk.ALiBi(3), "causal": True}),
+        "alibi, a past": ((f(2, 3, 8, 16), *plain[1:]), {"kernel": mk.ScaledDot() + mk.ALiBi(3), "causal": True}),
+        "alibi, grouped heads": (
+            (f(2, 6, 32, 16), f(2, 2, 32, 16), f(2, 2, 32, 16)),
+            {"kernel": mk.ScaledDot() + mk.ALiBi(6), "causal": True},
+        ),
+        "rotary": (plain, {"kernel": mk.Rotary(16), "causal": True}),
         "bfloat16": (tuple(x.bfloat16() for x in plain), {}),
         "float16": (tuple(x.half() for x in plain), {}),
     }
@@ -76,7 +83,8 @@ CASES = [
     "grouped heads", "one key head", "one batch of keys", "columns before rows", "every second column",
     "heads after tokens", "causal", "causal, a past", "causal, one query", "causal, too many queries", "a window",
     "key padding", "a bool mask", "a float mask", "the sink", "length scaling", "a sum", "a matrix",
-    "a negative factor", "a factor per head", "bfloat16", "float16",
+    "a negative factor", "a factor per head", "alibi", "alibi, a past", "alibi, grouped heads", "rotary",
+    "bfloat16", "float16",
 ]  # fmt: skip
 
 
@@ -86,7 +94,7 @@ def test_torch_calls_it_fused(name: str, calls: list[Call]) -> None:
     (q, k, v), setting = _case(name)
     assert mk.explain(q, k, v, **setting).engine == "fused"
     out = mk.attend(q, k, v, **setting)
-    assert len(calls) == (2 if name == "causal, a past" else 1)
+    assert len(calls) == (2 if name.endswith("a past") else 1)
     for q4, k4, v4, bias, causal, scale in calls:
         assert q4.dim() == k4.dim() == v4.dim() == 4 and (bias is None or bias.dim() == 4)
         assert q4.stride(-1) == k4.stride(-1) == v4.stride(-1) == 1
@@ -126,6 +134,67 @@ def test_a_key_mask_stays_one_row(calls: list[Call]) -> None:
     assert [(call[3], call[4]) for call in calls] == [(None, False), (None, True)]
 
 
+# Kernels that are an inner product where no key is later than its query.
+
+
+ORDERED: list[dict[str, Any]] = [
+    {"causal": True},
+    {"causal": True, "mask": torch.arange(32) % 5 > 0},
+    {"causal": True, "window": 4},
+    {"window": (6, 0)},
+    {"causal": True, "normalizer": mk.SinkSoftmax(0.3)},
+    {"causal": True, "normalizer": mk.ScalableSoftmax(0.4)},
+    {"causal": True, "query_position": torch.arange(40, 72), "key_position": torch.arange(32) + 30},
+]
+
+
+@pytest.mark.parametrize("setting", ORDERED, ids=", ".join)
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        mk.ALiBi(3),
+        mk.ScaledDot() + mk.ALiBi(3),
+        mk.ALiBi(3) + (mk.Gaussian(2.0) + 0.5 * mk.ALiBi(slopes=0.2)),
+        torch.tensor([0.4, -0.5, 0.6]) * (mk.Dot() + mk.ALiBi(3)),
+        -1.0 * mk.ALiBi(slopes=0.02),
+    ],
+    ids=repr,
+)
+def test_alibi_is_fused_where_no_key_is_later(
+    kernel: mk.MatchKernel, setting: dict[str, Any], calls: list[Call]
+) -> None:
+    q, k, v = _case("four dimensions")[0]
+    q, k, v = q[..., :32, :], k[..., :32, :], v[..., :32, :]
+    told = mk.explain(q, k, v, kernel, **setting)
+    assert told.engine == "fused" and "where no key is later than its query" in told.reason
+    assert told.flops is not None
+    out = mk.attend(q, k, v, kernel, **setting)
+    assert len(calls) == 1 and _torch_private.chosen_backend(*calls[0][:5]) > 0
+    truth = mk.attend(q.double(), k.double(), v.double(), kernel, engine="reference", **setting)
+    assert_close(out.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("setting", [{}, {"window": 4}, {"window": (6, 1)}, {"mask": torch.ones(32, 32).tril() > 0}])
+def test_alibi_is_not_fused_where_a_key_may_be_later(setting: dict[str, Any]) -> None:
+    q, k, v = _case("four dimensions")[0]
+    q, k, v = q[..., :32, :], k[..., :32, :], v[..., :32, :]
+    kernel = mk.ScaledDot() + mk.ALiBi(3)
+    assert mk.explain(q, k, v, kernel, **setting).engine != "fused"
+    with pytest.raises(ValueError, match="not a DotKernel"):
+        mk.attend(q, k, v, kernel, engine="fused", **setting)
+
+
+def test_other_kernels_are_themselves_under_causal_order() -> None:
+    for kernel in (
+        mk.Dot(),
+        mk.Dot() + mk.Gaussian(),
+        0.5 * mk.Cosine(),
+        mk.RelativeBias(2),
+        mk.Dot() + mk.RelativeBias(2),
+    ):
+        assert kernel.under_causal_order() is kernel
+
+
 # Both doors. Devices without the private operators go through torch's public call.
 
 
@@ -153,6 +222,20 @@ def test_values_and_gradients_through_either_door(name: str, door: str) -> None:
         results[engine] = [out, *torch.autograd.grad(out.sin().sum(), [*leaves, *kernel.parameters()])]
     for ours, truth in zip(results["fused"], results["reference"], strict=True):
         assert_close(ours, truth, rtol=1e-8, atol=1e-9)
+
+
+def test_slopes_learn_through_the_fused_kernel(door: str) -> None:
+    """The column of the query is scaled by the slope; gradients through torch's own backward and the dense one."""
+    grads = {}
+    for engine in ("fused", "reference"):
+        slopes = nn.Parameter(torch.tensor([0.3, 0.71], dtype=torch.float64))
+        leaves = [x.requires_grad_() for x in inputs(2, n=5, m=5)]
+        out = mk.attend(*leaves, mk.ScaledDot() + mk.ALiBi(slopes=slopes), causal=True, engine=engine)
+        first = torch.autograd.grad(out.sin().sum(), [*leaves, slopes], create_graph=True)
+        second = torch.autograd.grad(sum(x.sin().sum() for x in first), [*leaves, slopes])
+        grads[engine] = [*first, *second]
+    for ours, truth in zip(grads["fused"], grads["reference"], strict=True):
+        assert_close(ours, truth)
 
 
 SETTINGS: list[dict[str, Any]] = [
