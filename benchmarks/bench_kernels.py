@@ -110,7 +110,7 @@ def compare(group: Group, n: int, repeats: int, backward: bool, device: str) -> 
         calls[name] = step(way.call, way.leaves, inputs.upstream, backward)
         del got
     gc.collect()
-    measured = measure(calls, baseline=group.baseline, repeats=repeats, clock=clock(device))
+    measured = measure(calls, baseline=group.baseline, repeats=repeats, clock=clock(device), warm=True)
     return [{**place, "way": name, "baseline": group.baseline, **row} for name, row in measured.items()] + missing
 
 

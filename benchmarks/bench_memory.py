@@ -26,7 +26,8 @@ MIB = 1024.0
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 DENSE = (512, 1024)
 """Lengths for the ways that hold n × n, or n × n × d, numbers."""
-WARM_UP = (128, 256)
+WARM_UP = (256, 1024)
+"""The second is as large as a tile gets, so that nothing is left to compile."""
 
 
 def kernels() -> dict[str, Callable[[], mk.MatchKernel]]:
@@ -47,7 +48,7 @@ def kernels() -> dict[str, Callable[[], mk.MatchKernel]]:
 
 def beside() -> dict[str, ways.Build]:
     """What the peers hold for the same work."""
-    found = {"fused dot, fused dot": ways.fused_dot}
+    found: dict[str, ways.Build] = {"fused dot, fused dot": ways.fused_dot}
     for what, subject in (("Additive", ways.additive()), ("Laplacian", ways.laplacian())):
         found |= {
             f"{what}, {way}": build for way, build in subject.ways().items() if way not in ("matchkernel", "fused dot")
@@ -66,7 +67,7 @@ def status(name: str) -> float:
 def peak(build: ways.Build, n: int, causal: bool) -> float:
     """MiB that one step holds at most, beside what was there before it."""
     for length in WARM_UP:
-        _step(build, length, causal)
+        _step(build, min(n, length), causal)
     inputs = ways.Inputs.draw(n, causal, batch=1)
     way = build(inputs)
     # What warming up freed stays with the process until it is asked for; the step would use it unseen.
@@ -145,7 +146,7 @@ def main() -> None:
         run(what, way, int(n))
         return
     one_thread()
-    cases = [(what, "matchkernel", LENGTHS) for what in kernels()]
+    cases: list[tuple[str, str, tuple[int, ...]]] = [(what, "matchkernel", LENGTHS) for what in kernels()]
     for name in beside():
         what, way = name.split(", ", 1)
         dense = way in ("naive", "d2l", "cdist") or "compiled" in way

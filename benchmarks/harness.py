@@ -45,14 +45,16 @@ def clock(device: str) -> Clock:
     return gpu_time if device.startswith("cuda") else cpu_time
 
 
-def measure(ways: Ways, *, baseline: str, repeats: int, clock: Clock = cpu_time) -> dict[str, dict[str, float]]:
-    """Milliseconds for each way, and its ratio to the baseline.
+def measure(
+    ways: Ways, *, baseline: str, repeats: int, clock: Clock = cpu_time, warm: bool = False
+) -> dict[str, dict[str, float]]:
+    """Milliseconds for each way, and its ratio to the baseline; each runs once untimed before, unless it is `warm`.
 
     Every round runs each way once, in an order that turns from round to round, so that a busy minute and a warm cache
     fall on all of them alike. The ratio is the median of the rounds' own ratios; `low` and `high` are its quartiles.
     """
     names = list(ways)
-    for name in names:
+    for name in () if warm else names:
         ways[name]()
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()

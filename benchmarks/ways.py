@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import peers
@@ -71,33 +72,21 @@ class Subject:
         found: dict[str, Build] = {
             "matchkernel": lambda inputs: ours(inputs, self.kernel),
             "fused dot": fused_dot,
-            "naive": self._naive,
-            "naive, compiled": self._compiled,
+            "naive": lambda inputs: naive(inputs, self.score, self.parameters),
+            "naive, compiled": lambda inputs: compiled(inputs, self.score, self.parameters),
         }
         if self.keops is not None:
             found["KeOps"] = lambda inputs: with_keops(inputs, self.keops, self.parameters)
         return found | self.others
 
-    def _dense(self, q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
-        return torch.softmax(self.score(q, k, *parameters), -1) @ v
-
-    def _naive(self, inputs: Inputs) -> Way:
-        everything = [*inputs.leaves, *self.parameters]
-        return Way(lambda: self._dense(*everything), everything)
-
-    def _compiled(self, inputs: Inputs) -> Way:
-        peers.compiler()
-        everything = [*inputs.leaves, *self.parameters]
-        compiled = torch.compile(self._dense, fullgraph=True, dynamic=False)
-        return Way(lambda: compiled(*everything), everything)
-
 
 # ---- the library and torch's own call -------------------------------------------------------------------------------
 
 
-def ours(inputs: Inputs, kernel: mk.MatchKernel) -> Way:
+def ours(inputs: Inputs, kernel: mk.MatchKernel, engine: Any = "auto") -> Way:
     q, k, v = inputs.leaves
-    return Way(lambda: mk.attend(q, k, v, kernel, causal=inputs.causal), [q, k, v, *kernel.parameters()])
+    call = partial(mk.attend, q, k, v, kernel, causal=inputs.causal, engine=engine)
+    return Way(call, [q, k, v, *kernel.parameters()])
 
 
 def fused_dot(inputs: Inputs) -> Way:
@@ -106,8 +95,20 @@ def fused_dot(inputs: Inputs) -> Way:
 
 
 def dense_dot(inputs: Inputs) -> Way:
-    q, k, v = inputs.leaves
-    return Way(lambda: torch.softmax(q @ k.mT / WIDTH**0.5, -1) @ v, [q, k, v])
+    return naive(inputs, lambda q, k: q @ k.mT / WIDTH**0.5, [])
+
+
+def dense(score: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.softmax(score(q, k, *parameters), -1) @ v
+
+    return attention
+
+
+def naive(inputs: Inputs, score: Callable[..., Tensor], parameters: list[Tensor]) -> Way:
+    """The formula as one writes it, on the whole table."""
+    everything = [*inputs.leaves, *parameters]
+    return Way(lambda: dense(score)(*everything), everything)
 
 
 # ---- peers ----------------------------------------------------------------------------------------------------------
@@ -132,6 +133,19 @@ def rows(q: Tensor) -> Any:
 
 def columns(k: Tensor) -> Any:
     return peers.keops().LazyTensor(k.unsqueeze(-3))
+
+
+def keops_tanh(x: Any) -> Any:
+    """KeOps has none of its own."""
+    return 1.0 - 2.0 / (1.0 + (2.0 * x).exp())
+
+
+def compiled(inputs: Inputs, score: Callable[..., Tensor], parameters: list[Tensor]) -> Way:
+    """The same through torch.compile, which forms no n · m · d numbers on the way forward."""
+    peers.compiler()
+    everything = [*inputs.leaves, *parameters]
+    attention = torch.compile(dense(score), fullgraph=True, dynamic=False)
+    return Way(lambda: attention(*everything), everything)
 
 
 def with_flex(inputs: Inputs, change: Callable[..., Tensor]) -> Way:
@@ -186,14 +200,21 @@ def additive() -> Subject:
 
     def plain(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, w: Tensor) -> Any:
         symbol = peers.keops().LazyTensor(w.reshape(1, 1, 1, 1, -1))
-        # KeOps has no tanh.
-        tanh = 1.0 - 2.0 / (1.0 + (2.0 * (rows(q @ w_q) + columns(k @ w_k))).exp())
-        return (symbol * tanh).sum(-1)
+        return (symbol * keops_tanh(rows(q @ w_q) + columns(k @ w_k))).sum(-1)
 
     def identity(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, w: Tensor) -> Any:
-        """tanh(a + b) = 1 − 2/(1 + e²ᵃe²ᵇ); the 1 is a constant, which a softmax does not see."""
+        """tanh(a + b) = 1 − 2/(1 + e²ᵃe²ᵇ), inside the formula; the 1 is a constant, which a softmax does not see."""
+        symbol = peers.keops().LazyTensor(w.reshape(1, 1, 1, 1, -1))
+        return -2.0 * (symbol / (1.0 + rows(2.0 * q @ w_q).exp() * columns(2.0 * k @ w_k).exp())).sum(-1)
+
+    def factored(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, w: Tensor) -> Any:
+        """The same with e²ᵃ and e²ᵇ taken once per token, before KeOps sees them: what the library does, unguarded."""
         symbol = peers.keops().LazyTensor(w.reshape(1, 1, 1, 1, -1))
         return -2.0 * (symbol / (1.0 + rows((2.0 * q @ w_q).exp()) * columns((2.0 * k @ w_k).exp()))).sum(-1)
+
+    def factored_score(q: Tensor, k: Tensor, w_q: Tensor, w_k: Tensor, w: Tensor) -> Tensor:
+        left, right = (2.0 * q @ w_q).exp().unsqueeze(-2), (2.0 * k @ w_k).exp().unsqueeze(-3)
+        return -2.0 * (w / (1.0 + left * right)).sum(-1)
 
     weights = list(kernel.parameters())
     return Subject(
@@ -201,7 +222,10 @@ def additive() -> Subject:
         naive,
         plain,
         {
+            "matchkernel, no compiler": lambda inputs: ours(inputs, kernel, mk.Tiled(compiled=False)),
             "KeOps, identity": lambda inputs: with_keops(inputs, identity, weights),
+            "KeOps, our factors": lambda inputs: with_keops(inputs, factored, weights),
+            "compiled, our factors": lambda inputs: compiled(inputs, factored_score, weights),
             "d2l": lambda inputs: with_d2l(inputs, weights),
         },
     )
@@ -244,7 +268,7 @@ def softcap() -> Subject:
     return Subject(
         mk.Softcap(mk.ScaledDot(), LIMIT),
         lambda q, k: capped(q @ k.mT / WIDTH**0.5),
-        lambda q, k: LIMIT * ((rows(q) | columns(k)) / (LIMIT * WIDTH**0.5)).tanh(),
+        lambda q, k: LIMIT * keops_tanh((rows(q) | columns(k)) / (LIMIT * WIDTH**0.5)),
         {
             "FlexAttention": lambda inputs: with_flex(inputs, capped),
             "x-transformers": lambda inputs: with_x_transformers(
@@ -279,8 +303,8 @@ class PseudoHuber(mk.MatchKernel):
 def own(kernel: mk.MatchKernel) -> dict[str, Build]:
     """The library, and the same three lines on the whole table."""
 
-    def dense(inputs: Inputs) -> Way:
-        q, k, v = inputs.leaves
-        return Way(lambda: torch.softmax(kernel.match(q, k), -1) @ v, [q, k, v])
-
-    return {"matchkernel": lambda inputs: ours(inputs, kernel), "dense": dense, "fused dot": fused_dot}
+    return {
+        "matchkernel": lambda inputs: ours(inputs, kernel),
+        "dense": lambda inputs: naive(inputs, kernel.match, []),
+        "fused dot": fused_dot,
+    }
