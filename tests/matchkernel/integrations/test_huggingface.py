@@ -52,7 +52,10 @@ huggingface.register("cauchy", Cauchy())
 huggingface.register("distance", mk.ScaledDot() + 4.0 * Distance())
 huggingface.register("gaussian", mk.Gaussian(torch.tensor([0.5, 1.0, 2.0, 3.0])))
 huggingface.register("alibi", mk.ScaledDot() + mk.ALiBi(4))
-EVERY = ("own", "cauchy", "distance", "gaussian", "alibi")
+# A query that is put in a wrong place changes ALiBi's rows by a constant, which no softmax sees; these it changes.
+RELATIVE = mk.RelativeBias(4, 12, 10, bidirectional=False, generator=torch.Generator().manual_seed(0))
+huggingface.register("relative", mk.ScaledDot() + 50.0 * RELATIVE)
+EVERY = ("own", "cauchy", "distance", "gaussian", "alibi", "relative")
 
 
 def _model(make: type, config: Any, seed: int = 0) -> PreTrainedModel:
@@ -320,6 +323,9 @@ def test_who_decides_the_order(tensors: list[Tensor]) -> None:
     # A cache that holds nothing yet: as many queries as written keys, and room behind them.
     room = [torch.cat([x, torch.full_like(x, float("nan"))], -2) for x in (k, v)]
     assert_close(_call("own", q, *room, is_causal=True)[0], ordered)
+    bias = draw(1, 4, 5, 10, seed=9)
+    biased = mk.attend(q, k, v, causal=True, mask=bias[..., :5]).transpose(1, 2)
+    assert_close(_call("own", q, *room, is_causal=True, position_bias=bias)[0], biased)
 
 
 def test_what_a_mask_forbids_is_not_counted(tensors: list[Tensor]) -> None:
