@@ -465,7 +465,7 @@ def test_the_readmes_lines_run() -> None:
 def test_without_transformers_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "matchkernel.integrations.huggingface")
-    with pytest.raises(ImportError, match="pip install 'transformers>=5.24'"):
+    with pytest.raises(ImportError, match=r"pip install 'transformers>=5\.24'"):
         importlib.import_module("matchkernel.integrations.huggingface")
 
 
