@@ -267,7 +267,7 @@ def test_fine_coordinates_keep_twice_the_digits_and_their_derivatives() -> None:
         assert encoded_q.shape[-1] == encoded_k.shape[-1] == 6 and encoded_q.dtype == dtype
         product = (encoded_q.double() * encoded_k.double()).sum(-1)
         truth = (q.double() * k.double()).sum(-1)
-        assert (product - truth).abs().max() <= eps**2 * 1e3 * truth.abs().max()
+        assert bool(((product - truth).abs() <= eps**2 * (q * k).abs().sum(-1)).all())
         for ours, exact in zip(
             torch.autograd.grad(product.sum(), (q, k)), torch.autograd.grad(truth.sum(), (q, k)), strict=True
         ):
@@ -278,7 +278,7 @@ def test_fine_coordinates_keep_twice_the_digits_and_their_derivatives() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("offset", [0.0, 10.0, 100.0, 1e3])
+@pytest.mark.parametrize("offset", [0.0, 5.0, 10.0, 100.0, 1e3])
 @pytest.mark.parametrize("bandwidth", [2.0, torch.full((3,), 2.0)])
 def test_trap_inputs_far_from_the_origin(bandwidth: float | Tensor, offset: float, engine: str) -> None:
     """One column for the norm loses all digits of the distance, unless the first key is the origin."""
