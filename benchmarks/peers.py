@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import sys
 from functools import cache
@@ -52,9 +53,11 @@ def _load(module: str) -> ModuleType:
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line, for the table."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    """An error in one line, for the table: the one inside, where torch.compile wraps another."""
+    text = str(error).strip()
+    inside = re.search(r"raised exception (\w+\(.*\))", text)
+    first = text.splitlines()[0] if text else ""
+    return (inside[1] if inside else f"{type(error).__name__}: {first}")[:300]
 
 
 @cache

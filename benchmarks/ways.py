@@ -154,7 +154,14 @@ def with_flex(inputs: Inputs, change: Callable[..., Tensor]) -> Way:
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-    return Way(lambda: compiled(*inputs.leaves, score_mod=change), inputs.leaves)
+
+    def call() -> Tensor:
+        # On a CPU it refuses inputs that want a gradient, even where none is taken.
+        given = inputs.leaves if torch.is_grad_enabled() else [x.detach() for x in inputs.leaves]
+        out: Tensor = compiled(*given, score_mod=change)
+        return out
+
+    return Way(call, inputs.leaves)
 
 
 def with_x_transformers(inputs: Inputs, **settings: Any) -> Way:
