@@ -35,7 +35,8 @@ class ALiBi(MatchKernel):
     per token: the authors' for `heads` (`alibi_slopes`), or `slopes`, above zero: a number, a tensor with one entry per
     head, or an `nn.Parameter`. No parameters otherwise. Three operations per pair.
     Under a causal order |i − j| is i − j, and the score an inner product of positions: `ScaledDot() + ALiBi(8)` is then
-    computed by a fused kernel. Positions are exact to 2²⁴; beyond 65,536 tokens in half precision, too.
+    computed by a fused kernel. Positions are exact to 2²⁴, and fused in bfloat16 those within 2¹⁶ of the last key.
+    There a learned slope's gradient is noisy: it is a sum of rounded numbers times long positions; float32 is not.
     −|i − j| is conditionally positive definite (the variogram of Brownian motion), so e^{−slope |i − j|} is positive
     definite as long as the slope stays above zero.
     ValueError for heads that are not those of q, and for slopes that are not above zero.
@@ -111,7 +112,7 @@ class _CausalALiBi(DotKernel):
         last = key_position[..., -1:]
         here = _column(q, query_position - last if last.shape[-1] else query_position)
         there = _column(k, key_position - last)
-        slope = self.kernel.slope_column(q)
+        slope = self.kernel.slope_column(q).to(_wide(q))
         # A position may leave the range of float16 where its sixteenth does not.
         one = torch.full_like(there, 16.0)
         if q.dtype != slope.dtype:
