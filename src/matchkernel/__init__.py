@@ -1,8 +1,10 @@
 """Attention with any match kernel, any normaliser and any mask: exact, and fused where a fused kernel exists."""
 
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
+from .engines import Tiled
 from .kernels import (
     ALiBi,
+    Additive,
     Bilinear,
     Cosine,
     Dot,
@@ -26,6 +28,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ALiBi",
+    "Additive",
     "Bilinear",
     "Cosine",
     "Dot",
@@ -47,6 +50,7 @@ __all__ = [
     "Softcap",
     "Softmax",
     "Sparsemax",
+    "Tiled",
     "alibi_slopes",
     "attend",
     "explain",

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ._validate import build_problem
-from .engines import Engine, Fused, Problem, Reference
+from .engines import Engine, Fused, Problem, Reference, Tiled
 from .kernels.base import MatchKernel
 from .kernels.dot import Dot, ScaledDot
 from .normalizers import Normalizer
 
 _REFERENCE = Reference()
-_BY_NAME: dict[str, Engine] = {engine.name: engine for engine in (Fused(), _REFERENCE)}
+_BY_NAME: dict[str, Engine] = {engine.name: engine for engine in (Fused(), Tiled(), _REFERENCE)}
 """In the order in which "auto" asks them; the reference refuses nothing and stands last."""
 
 
@@ -58,7 +58,7 @@ def attend(
     query_position: Tensor | None = None,
     key_position: Tensor | None = None,
     dropout: float = 0.0,
-    engine: str = "auto",
+    engine: str | Engine = "auto",
 ) -> Tensor:
     """Each query's average of the values, weighted by how well the kernel matches it to each key.
 
@@ -77,7 +77,8 @@ def attend(
         query_position, key_position: (…, n) and (…, m); 0 … m−1 for the keys and the last n of them for the queries by
             default. They decide causal order and windows, and the kernel's encoders see them.
         dropout: probability of dropping a weight, the others scaled up.
-        engine: "auto", or a name; a named engine runs or raises, and never hands over to another.
+        engine: "auto", a name ("fused", "tiled", "reference") or an engine with parameters, `Tiled(queries=128)`. What
+            is asked for runs or raises, and never hands over to another.
 
     Returns:
         (…, n, d_v) in the inputs' dtype. A query that may attend to nothing gets zeros, and zero gradients. A NaN in a
@@ -151,7 +152,7 @@ def explain(
     query_position: Tensor | None = None,
     key_position: Tensor | None = None,
     dropout: float = 0.0,
-    engine: str = "auto",
+    engine: str | Engine = "auto",
 ) -> Explanation:
     """Which engine `attend` would run for the same arguments, why, and its cost; nothing is computed."""
     problem = build_problem(
@@ -161,7 +162,8 @@ def explain(
     chosen, before = _choose(problem, engine)
     reason = "; ".join([*before, chosen.reason(problem)])
     cost = chosen.cost(problem)
-    return Explanation(chosen.name, reason, chosen.exact, False, cost.flops, cost.bytes, cost.peak_bytes)
+    compiled = chosen.compiles(problem)
+    return Explanation(chosen.name, reason, chosen.exact, compiled, cost.flops, cost.bytes, cost.peak_bytes)
 
 
 def scaled_dot_product_attention(
@@ -202,22 +204,27 @@ def scaled_dot_product_attention(
     )  # fmt: skip
 
 
-def _choose(problem: Problem, name: str) -> tuple[Engine, list[str]]:
-    """The engine, and what led to it: the refusals of those that were asked first, or that it was named."""
-    if name == "auto":
+def _choose(problem: Problem, engine: str | Engine) -> tuple[Engine, list[str]]:
+    """The engine, and what led to it: why those that were asked first are not it, or that it was asked for."""
+    if engine == "auto":
         refusals: list[str] = []
-        for engine in _BY_NAME.values():
-            refusal = engine.refuse(problem)
+        for candidate in _BY_NAME.values():
+            refusal = candidate.refuse(problem) or candidate.declines(problem)
             if refusal is None:
-                return engine, refusals
-            refusals.append(f"not {engine.name} ({refusal})")
-    if name not in _BY_NAME:
-        raise ValueError(f'engine={name!r}: expected "auto" or one of {", ".join(map(repr, _BY_NAME))}')
-    engine = _BY_NAME[name]
-    refusal = engine.refuse(problem)
+                return candidate, refusals
+            refusals.append(f"not {candidate.name} ({refusal})")
+    if isinstance(engine, str):
+        if engine not in _BY_NAME:
+            raise ValueError(f'engine={engine!r}: expected "auto" or one of {", ".join(map(repr, _BY_NAME))}')
+        chosen, how = _BY_NAME[engine], "asked for by name"
+    elif isinstance(engine, Engine):
+        chosen, how = engine, "asked for"
+    else:
+        raise TypeError(f"engine: expected a name or an engine such as mk.Tiled(queries=128), got {engine!r}")
+    refusal = chosen.refuse(problem)
     if refusal is not None:
-        raise ValueError(f"engine={name!r} cannot run this call: {refusal}")
-    return engine, ["asked for by name"]
+        raise ValueError(f"engine={engine!r} cannot run this call: {refusal}")
+    return chosen, [how]
 
 
 def _short(count: float, base: int) -> str:

@@ -3,5 +3,6 @@
 from .fused import Fused
 from .problem import Cost, Engine, Problem
 from .reference import Reference
+from .tiled import Tiled
 
-__all__ = ["Cost", "Engine", "Fused", "Problem", "Reference"]
+__all__ = ["Cost", "Engine", "Fused", "Problem", "Reference", "Tiled"]

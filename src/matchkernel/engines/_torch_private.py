@@ -47,6 +47,11 @@ def differentiated(*inputs: Tensor) -> bool:
     """Whether anybody may ask for a derivative, or a transform such as vmap or forward mode is at work."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return True
+    return transforming()
+
+
+def transforming() -> bool:
+    """Whether vmap, jvp or another function transform is at work, or may be."""
     return _transforming is None or bool(_transforming()) or forward_ad._current_level >= 0
 
 

@@ -45,6 +45,12 @@ class Fused:
             )
         return None
 
+    def declines(self, problem: Problem) -> str | None:
+        return None
+
+    def compiles(self, problem: Problem) -> bool:
+        return False
+
     def run(self, problem: Problem) -> Tensor:
         kernel, normalizer, place = _form(problem), problem.normalizer, problem.visibility
         assert isinstance(kernel, DotKernel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -62,14 +62,26 @@ class Cost:
     peak_bytes: int
 
 
+@runtime_checkable
 class Engine(Protocol):
     """One way to compute attention."""
 
-    name: str
-    exact: bool
+    @property
+    def name(self) -> str:
+        """What `engine=` calls it."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether it computes what the reference does, to rounding."""
 
     def refuse(self, problem: Problem) -> str | None:
         """Why this engine cannot run the problem, or None when it can."""
+
+    def declines(self, problem: Problem) -> str | None:
+        """Why "auto" should pass it over though it could run the problem, or None."""
+
+    def compiles(self, problem: Problem) -> bool:
+        """Whether it builds code for the problem with torch.compile."""
 
     def run(self, problem: Problem) -> Tensor:
         """The output (…, n, d_v)."""

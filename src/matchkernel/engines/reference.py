@@ -60,6 +60,12 @@ class Reference:
         weights = self._weights(problem)[0].to(problem.q.dtype)
         return weights.expand(*problem.batch, *weights.shape[-2:])
 
+    def declines(self, problem: Problem) -> str | None:
+        return None
+
+    def compiles(self, problem: Problem) -> bool:
+        return False
+
     def run(self, problem: Problem) -> Tensor:
         weights, v = self._weights(problem)
         if problem.dropout:

@@ -1,5 +1,6 @@
 """How a query scores a key: maths on a pair, with no knowledge of who computes it."""
 
+from .additive import Additive
 from .base import DotKernel, MatchKernel
 from .distance import Gaussian, Laplacian, RationalQuadratic
 from .dot import Bilinear, Cosine, Dot, ScaledDot
@@ -9,6 +10,7 @@ from .wrap import Mixture, Softcap, mixture
 
 __all__ = [
     "ALiBi",
+    "Additive",
     "Bilinear",
     "Cosine",
     "Dot",

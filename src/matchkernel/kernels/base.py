@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ..shapes import broadcast
+from .dot_tiles import ProductForm
+from .encoding import Encoding
+from .tiles import Tiles
 
 Fact = bool | None
 ScoreFact = bool | None | Literal["conditionally"]
-Encoding = Tensor | tuple["Encoding", ...]
-"""What an encoder returns: a tensor (…, tokens, width), or a tuple of encodings. Engines slice it along the tokens
-only."""
 
 
 class MatchKernel(nn.Module):
@@ -60,6 +60,13 @@ class MatchKernel(nn.Module):
     def under_causal_order(self) -> MatchKernel:
         """A kernel with the same scores wherever no key is later than its query; itself unless it knows a better."""
         return self
+
+    def tiles(self, q: Encoding, k: Encoding) -> Tiles | None:
+        """This kernel's own arithmetic for tiles of these encodings; None to have `match` used and differentiated.
+
+        An engine that streams asks with all encodings, (…, n, ·) and (…, m, ·), and cuts what it gets along the tokens.
+        """
+        return None
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
         """Operations to score one pair, given the widths of q and k; None when nobody has counted them."""
@@ -156,6 +163,9 @@ class DotKernel(MatchKernel):
         """scale · q kᵀ, shape (…, n, m)."""
         q, k = as_tensor(q, self), as_tensor(k, self)
         return self.scale(q.shape[-1]) * (q @ k.mT)
+
+    def tiles(self, q: Encoding, k: Encoding) -> Tiles | None:
+        return Tiles(ProductForm(self.scale(as_tensor(q, self).shape[-1])), q, k)
 
     def encode_pair(
         self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False

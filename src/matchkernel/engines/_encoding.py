@@ -1,0 +1,74 @@
+"""Encodings as flat lists of tensors, and tiles cut out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.encoding import Encoding
+
+
+def leaves(encoding: Encoding) -> list[Tensor]:
+    """The tensors of an encoding, in order."""
+    if isinstance(encoding, Tensor):
+        return [encoding]
+    return [leaf for part in encoding for leaf in leaves(part)]
+
+
+def rebuild(like: Encoding, tensors: Sequence[Tensor]) -> Encoding:
+    """An encoding of the same structure as `like`, with other tensors."""
+    return _rebuild(like, iter(tensors))
+
+
+def _rebuild(like: Encoding, tensors: Iterator[Tensor]) -> Encoding:
+    if isinstance(like, Tensor):
+        return next(tensors)
+    return tuple(_rebuild(part, tensors) for part in like)
+
+
+def four(x: Tensor, batch: torch.Size, trailing: int = 2) -> Tensor:
+    """x (…, a, b) as (batch | 1, heads | 1, a, b): leading dimensions flattened, and left at 1 where x has none.
+
+    `trailing` = 1 for x (…, a), which gives (batch | 1, heads | 1, a).
+    """
+    lead = x.shape[: x.dim() - trailing]
+    lead = torch.Size((1,) * (len(batch) - len(lead)) + tuple(lead))
+    heads = lead[-1] if lead else 1
+    rest = lead[:-1]
+    size = batch[:-1].numel()
+    if rest.numel() != 1 and rest.numel() != size:
+        x = x.expand(*batch[:-1], heads, *x.shape[x.dim() - trailing :])
+        rest = batch[:-1]
+    return x.reshape(rest.numel(), heads, *x.shape[x.dim() - trailing :])
+
+
+def cut(x: Tensor, b: int, heads: slice, tokens: slice, total: int) -> Tensor:
+    """The tile (g | 1, tokens, width) of x (batch | 1, heads | 1, tokens | 1, width); `heads` are of `total` heads.
+
+    x may have fewer heads than that, each for a group of them.
+    """
+    return _grouped(_tokens(x[b if x.shape[0] > 1 else 0], tokens), heads, total, repeat=True)
+
+
+def put(into: Tensor, part: Tensor, b: int, heads: slice, tokens: slice, total: int) -> None:
+    """Add a tile's share to `into`, whose shape is that of what `cut` was given."""
+    into = _tokens(into[b if into.shape[0] > 1 else 0], tokens)
+    own = _grouped(into, heads, total, repeat=False)
+    if 1 < own.shape[0] < part.shape[0]:
+        part = part.reshape(own.shape[0], -1, *part.shape[1:]).sum(1)
+    own += part.sum_to_size(own.shape)
+
+
+def _tokens(x: Tensor, tokens: slice) -> Tensor:
+    return x[:, tokens] if x.shape[1] > 1 else x
+
+
+def _grouped(x: Tensor, heads: slice, total: int, *, repeat: bool) -> Tensor:
+    """The heads of x (heads | 1, …) that stand for `heads` of `total`."""
+    if x.shape[0] in (1, total):
+        return x if x.shape[0] == 1 else x[heads]
+    groups = total // x.shape[0]
+    own = x[heads.start // groups : (heads.stop - 1) // groups + 1]
+    return own.repeat_interleave(groups, dim=0) if repeat and own.shape[0] > 1 else own

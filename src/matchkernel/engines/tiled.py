@@ -1,0 +1,213 @@
+"""The tiled engine: any kernel, streamed through tiles of queries and keys, exact, with O(n) memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.encoding import Encoding
+from ..kernels.tiles import Tiles
+from . import _compiled, _tile, _torch_private
+from ._encoding import four, leaves, rebuild
+from ._match_form import MatchForm
+from ._schedule import Limits, limits, schedule
+from ._tiled_function import Job, Operands, Prepared, TiledAttention, run
+from ._tiled_rows import Row, RowAttention
+from .problem import Cost, Problem, product_flops, traffic, zero_where_not
+
+QUERIES, KEYS = 256, 1024
+"""The largest tile of one head. Its scores, a megabyte in float32, fit beside its operands in a core's own cache."""
+
+FEW = 2**16
+"""Scores up to which "auto" leaves a problem to the reference: one small table costs less than the bookkeeping."""
+
+ENOUGH = 2**21
+"""Scores from which the seconds of compiling are soon paid back."""
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Streams the keys past each tile of queries; nothing larger than a tile is held, forward or backward.
+
+    queries, keys: the largest tile, in tokens; the defaults suit a core with a megabyte of cache.
+    compile: True to build the tile's arithmetic with torch.compile, False to run it as it stands, None (default) to
+    build it where a compiler exists and the problem is large enough to pay for it.
+
+    The backward computes every tile's scores again, from the output and one number per row. A kernel that ships its own
+    arithmetic (`MatchKernel.tiles`) has it used; any other has its `match` used and differentiated. A normaliser
+    without an online form is given whole rows, a few queries at a time. Half-precision inputs are computed in float32.
+    A second derivative recomputes densely.
+    """
+
+    queries: int = QUERIES
+    keys: int = KEYS
+    compile: bool | None = None
+
+    name = "tiled"
+    exact = True
+
+    def __post_init__(self) -> None:
+        for name in ("queries", "keys"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"Tiled({name}={size!r}): expected an integer of at least 1")
+        if self.compile is True and (why := _compiled.missing()) is not None:
+            raise ValueError(f"Tiled(compile=True): {why}")
+
+    def refuse(self, problem: Problem) -> str | None:
+        if problem.dropout:
+            return "dropout would have to draw the same weights again in the backward pass"
+        if torch.compiler.is_compiling():
+            return "its loops are not for torch.compile to unroll"
+        if _torch_private.transforming():
+            return "vmap, jvp and the other function transforms need plain operations"
+        if 0 in (problem.pairs, problem.v.shape[-1]):
+            return "there is nothing to compute: a length or a width is 0"
+        return None
+
+    def declines(self, problem: Problem) -> str | None:
+        return f"the whole table has only {problem.pairs} scores" if problem.pairs <= FEW else None
+
+    def run(self, problem: Problem) -> Tensor:
+        normalizer, place = problem.normalizer, problem.visibility
+        job, prepare, tensors = self._job(problem)
+        differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        if not normalizer.online:
+            out = RowAttention.apply(job, *tensors)  # type: ignore[no-untyped-call]
+            statistic = None
+        elif differentiated:
+            out, statistic = TiledAttention.apply(job, prepare, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            with torch.no_grad():
+                out, statistic = run(job, prepare, Operands.of(job, tensors))
+        out = out.reshape(*problem.batch, *out.shape[-2:])
+        if statistic is not None:
+            remainder = normalizer.remainder(statistic.reshape(*problem.batch, -1))
+            out = out if remainder is None else out * remainder.unsqueeze(-1)
+        out = out.to(problem.q.dtype)
+        sees = place.query_sees
+        return out if sees is None else zero_where_not(sees, out)
+
+    def _job(self, problem: Problem) -> tuple[Job, Callable[[Job, Operands], Prepared], tuple[Tensor | None, ...]]:
+        normalizer, place, kernel, batch = problem.normalizer, problem.visibility, problem.kernel, problem.batch
+        q, k, v = (x.to(problem.wide) for x in problem.hide())
+        if problem.groups > 1:
+            # A kernel may hold something for each head of the queries, and meets as many heads of keys.
+            k = k.repeat_interleave(problem.groups, dim=-3)
+        query, key = kernel.encode(
+            q, k, place.query_position, place.key_position, up_to_row_shift=normalizer.shift_invariant
+        )
+        query = rebuild(query, [four(x, batch) for x in leaves(query)])
+        key = rebuild(key, [four(x, batch) for x in leaves(key)])
+        visible = place.visible if normalizer.counts_keys else None
+        factor, shift = normalizer.factor(visible, q), normalizer.shift(visible, q)
+        with torch.no_grad():
+            own = kernel.tiles(query, key)
+        parameters = [] if own is not None else list(kernel.parameters())
+        if not normalizer.online:
+            own, parameters = None, list(Row(kernel, normalizer).parameters())
+        heads = batch[-1] if batch else 1
+        bounds = limits(place)
+        compiles = self.compiles(problem)
+        rows, keys, together = self._sizes(problem, own, heads, compiles)
+        bias = place.bias
+        operands: tuple[Tensor | None, ...] = (
+            four(v, batch),
+            None if bias is None else _pairs(bias.to(problem.wide), batch),
+            _pairs(factor, batch) if isinstance(factor, Tensor) else None,
+            _pairs(shift, batch) if isinstance(shift, Tensor) else None,
+            *leaves(query), *leaves(key), *parameters,
+        )  # fmt: skip
+        forward, backward = _tile.forward, _tile.backward
+        if compiles:
+            key = (repr(own.form) if own is not None else f"{type(kernel)} {kernel!r}", type(normalizer))
+            forward, backward = (_compiled.built(function, key) for function in (forward, backward))
+        job = Job(
+            kernel=kernel, normalizer=normalizer,
+            batch=batch[:-1].numel(), heads=heads, queries=place.queries, keys=place.keys,
+            plan=schedule(place, bounds, rows, keys),
+            limits=None if bounds is None else _placed(bounds, batch),
+            allowed=_pairs(place.mask, batch) if place.mask is not None and bias is None else None,
+            factor=1.0 if isinstance(factor, Tensor) else factor,
+            shift=0.0 if isinstance(shift, Tensor) else shift,
+            query_tree=_bare(query), key_tree=_bare(key), query_leaves=len(leaves(query)), key_leaves=len(leaves(key)),
+            together=together, forward=forward, backward=backward,
+        )  # fmt: skip
+        return job, (_from_match if own is None else _from_form), operands
+
+    def compiles(self, problem: Problem) -> bool:
+        """Whether torch.compile builds the arithmetic of the tiles."""
+        if not problem.normalizer.online or self.compile is False or _compiled.missing() is not None:
+            return False
+        return self.compile is True or problem.pairs >= ENOUGH
+
+    def _sizes(self, problem: Problem, own: Tiles | None, heads: int, compiles: bool) -> tuple[int, int, int]:
+        """The most queries, keys and heads that go into one tile."""
+        place, budget = problem.visibility, self.queries * self.keys
+        if not problem.normalizer.online:
+            together = heads if own is None else 1
+            return max(1, min(self.queries, budget // (max(1, place.keys) * together))), max(1, place.keys), together
+        if own is None:
+            # All heads at once, so fewer tokens of each.
+            keys = min(self.keys, max(1, math.isqrt(8 * budget // heads)))
+            return max(1, min(self.queries, budget // (keys * heads))), keys, heads
+        rows, keys = self.queries, self.keys
+        if not compiles and (width := own.form.width(own.key)) > 1:
+            # Operations that are not fused hold `width` numbers for each pair: keep them near the core.
+            rows, keys = max(1, rows // 8), max(1, min(keys, 8 * budget // (rows * width)))
+        rows, keys = min(rows, place.queries), min(keys, place.keys)
+        return rows, keys, max(1, min(heads, budget // (rows * keys) if compiles else 1))
+
+    def cost(self, problem: Problem) -> Cost:
+        place, size = problem.visibility, torch.finfo(problem.wide).bits // 8
+        share = 1.0
+        bounds = limits(place)
+        if bounds is not None:
+            plan = schedule(place, bounds, self.queries, self.keys)
+            met = sum((rows.stop - rows.start) * (span.stop - span.start) for rows in plan for span in rows.spans)
+            share = met / max(1, place.queries * place.keys)
+        # Encodings and output in the wider type, the rows' statistic, and three tables of one tile.
+        rows = problem.batch.numel() * place.queries
+        held = (problem.q.numel() + problem.k.numel() + problem.v.numel()) * size + rows * (problem.v.shape[-1] + 1) * size
+        tile = min(self.queries * self.keys, max(1, problem.pairs)) * size
+        return Cost(product_flops(problem, int(problem.pairs * share)), traffic(problem), held + 3 * tile)
+
+    def reason(self, problem: Problem) -> str:
+        how = "compiled" if self.compiles(problem) else "as plain operations"
+        why = _compiled.missing()
+        if not problem.normalizer.online:
+            return f"whole rows, a few queries at a time: {type(problem.normalizer).__name__} needs its row"
+        if why is not None and self.compile is None and problem.pairs >= ENOUGH:
+            how += f" ({why})"
+        return f"keys stream past tiles of queries, {how}"
+
+
+def _bare(encoding: Encoding) -> Encoding:
+    return rebuild(encoding, [x.detach() for x in leaves(encoding)])
+
+
+def _pairs(x: Tensor, batch: torch.Size) -> Tensor:
+    """x, broadcastable to (…, n, m), as (batch | 1, heads | 1, n | 1, m | 1)."""
+    return four(x[(None,) * max(0, 2 - x.dim())], batch)
+
+
+def _placed(bounds: Limits, batch: torch.Size) -> Limits:
+    first, last, position = (None if x is None else four(x, batch) for x in bounds)
+    assert position is not None
+    return Limits(first, last, position)
+
+
+def _from_match(job: Job, operands: Operands) -> Prepared:
+    return Prepared(
+        MatchForm(job.kernel), operands.query, operands.key, job.query_tree, job.key_tree, operands.parameters
+    )
+
+
+def _from_form(job: Job, operands: Operands) -> Prepared:
+    tiles = job.kernel.tiles(rebuild(job.query_tree, operands.query), rebuild(job.key_tree, operands.key))
+    assert tiles is not None
+    return Prepared(tiles.form, leaves(tiles.query), leaves(tiles.key), tiles.query, tiles.key, None)

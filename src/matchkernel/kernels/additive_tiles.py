@@ -1,0 +1,105 @@
+"""The additive score of a tile, by exponentials that are taken once per token."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .encoding import Encoding
+from .tiles import TileForm, Tiles
+
+LANES = 16
+"""Keys that are scored side by side: a vector register of float32 holds as many."""
+
+
+def lift(a: Tensor, v: Tensor, b: Tensor) -> Tiles | None:
+    """Σ_c v_c tanh(a_ic + b_jc) in exponential form, or None where the exponentials would leave the dtype's range.
+
+    tanh(a + b) = 1 − 2 / (1 + e^{2a} e^{2b}). A sum that has passed `saturation` in size changes tanh no more, so a can
+    be cut off where that holds for every b; before, both are moved by one number per channel so that b lies around 0.
+    """
+    eps, largest = torch.finfo(a.dtype).eps, torch.finfo(a.dtype).max
+    saturation = math.log(8.0 / eps) / 2.0 + 0.1
+    lowest, highest = b.amin(-2, keepdim=True), b.amax(-2, keepdim=True)
+    middle, half = (highest + lowest) / 2.0, (highest - lowest) / 2.0
+    if a.shape[1] != middle.shape[1] or a.shape[0] != middle.shape[0]:
+        middle, half = (x.expand(a.shape[0], a.shape[1], 1, -1) for x in (middle, half))
+    # A NaN fails every comparison, and takes the direct form with it.
+    if not bool((half + saturation <= math.log(largest) / 2.0 - 1.0).all()):
+        return None
+    a = torch.clamp(a + middle, -half - saturation, half + saturation)
+    reach = (a.abs().amax(-2, keepdim=True) + half).amax()
+    paired = a.shape[-1] % 2 == 0 and bool(2.0 * (2.0 * reach + 1.0) < math.log(largest))
+    return Tiles(ExponentialForm(paired), ((2.0 * a).exp(), v), (2.0 * (b - middle)).exp())
+
+
+class ExponentialForm(TileForm):
+    """Σ_c v_c (1 − 2 r_c), r_c = 1 / (1 + x_c y_c), for x = e^{2a} beside v, and y = e^{2b}.
+
+    `paired`: two channels share one division, v₁/t₁ + v₂/t₂ = (v₁t₂ + v₂t₁) / t₁t₂, where the product stays in range.
+    """
+
+    def __init__(self, paired: bool) -> None:
+        self.paired = paired
+
+    def __repr__(self) -> str:
+        return f"ExponentialForm(paired={self.paired})"
+
+    def width(self, key: Encoding) -> int:
+        assert isinstance(key, Tensor)
+        return key.shape[-1]
+
+    def scores(self, query: Encoding, key: Encoding) -> Tensor:
+        x, v, y = _parts(query, key)
+        if torch.compiler.is_compiling():
+            total = _in_lanes(x, v, y, self.paired)
+        else:
+            r = (x.unsqueeze(-2) * y.unsqueeze(-3)).add_(1.0).reciprocal_()
+            total = (r.flatten(1, 2) @ v.mT).reshape(r.shape[:3])
+        return v.sum(-1, keepdim=True) - 2.0 * total
+
+    def pull(self, query: Encoding, key: Encoding, grad: Tensor) -> tuple[Encoding, Encoding]:
+        x, v, y = _parts(query, key)
+        # d tanh = 4 r (1 − r), and d score / d v = 1 − 2r.
+        first, second = _sums(x, y, grad)
+        of_a = 4.0 * v * (first - second)
+        of_v = grad.sum(-1, keepdim=True) - 2.0 * first
+        first, second = _sums(y, x, grad.mT.contiguous())
+        return (of_a, of_v), 4.0 * v * (first - second)
+
+
+def _parts(query: Encoding, key: Encoding) -> tuple[Tensor, Tensor, Tensor]:
+    assert isinstance(query, tuple) and isinstance(key, Tensor)
+    x, v = query
+    assert isinstance(x, Tensor) and isinstance(v, Tensor)
+    return x, v[:, :1], key
+
+
+def _in_lanes(x: Tensor, v: Tensor, y: Tensor, paired: bool) -> Tensor:
+    """Σ_c v_c / (1 + x_ic y_jc), with the keys in panels of `LANES` that a vector register takes whole."""
+    keys = y.shape[-2]
+    panels = (keys + LANES - 1) // LANES
+    y = pad(y, (0, 0, 0, panels * LANES - keys))
+    y = y.reshape(y.shape[0], panels, LANES, y.shape[-1]).mT.contiguous().unsqueeze(1)
+    x, v = x[:, :, None, :, None], v[:, :, None, :, None]
+    if paired:
+        half = x.shape[3] // 2
+        t, u = 1.0 + x[..., :half, :] * y[..., :half, :], 1.0 + x[..., half:, :] * y[..., half:, :]
+        total = ((v[..., :half, :] * u + v[..., half:, :] * t) / (t * u)).sum(-2)
+    else:
+        total = (v / (1.0 + x * y)).sum(-2)
+    return total.reshape(*total.shape[:2], panels * LANES)[..., :keys]
+
+
+def _sums(x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_j g_ij r_ijc and Σ_j g_ij r_ijc², each (g, i, c)."""
+    if torch.compiler.is_compiling():
+        r = 1.0 / (1.0 + x.unsqueeze(-2) * y.unsqueeze(-3))
+        weighted = grad.unsqueeze(-1) * r
+        return weighted.sum(-2), (weighted * r).sum(-2)
+    r = (x.unsqueeze(-2) * y.unsqueeze(-3)).add_(1.0).reciprocal_()
+    first = (grad.unsqueeze(-2) @ r).squeeze(-2)
+    return first, (grad.unsqueeze(-2) @ r.square_()).squeeze(-2)
