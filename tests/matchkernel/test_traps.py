@@ -222,7 +222,7 @@ def test_trap_half_precision(dtype: torch.dtype, engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", [mk.ScaledDot(), mk.Cosine(0.1), mk.Dot() + mk.Cosine()], ids=repr)
+@pytest.mark.parametrize("kernel", [mk.ScaledDot(), mk.Cosine(0.1), mk.Dot() + mk.Cosine(), mk.Gaussian(2.0)], ids=repr)
 def test_trap_half_precision_costs_its_rounding_and_no_more(
     kernel: mk.MatchKernel, dtype: torch.dtype, engine: str
 ) -> None:
@@ -236,7 +236,7 @@ def test_trap_half_precision_costs_its_rounding_and_no_more(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", [mk.ScaledDot(), mk.Cosine(0.1), mk.Dot() + mk.Cosine()], ids=repr)
+@pytest.mark.parametrize("kernel", [mk.ScaledDot(), mk.Cosine(0.1), mk.Dot() + mk.Cosine(), mk.Gaussian(2.0)], ids=repr)
 def test_trap_half_precision_in_the_reference_is_rounded_once(kernel: mk.MatchKernel, dtype: torch.dtype) -> None:
     q, k, v = inputs(2, 3, n=40, m=50, d=16, width=16, dtype=dtype)
     truth = mk.attend(q.double(), k.double(), v.double(), kernel, engine="reference")
@@ -289,7 +289,7 @@ def test_trap_a_gradient_without_rows() -> None:
         assert_close(ours, truth)
 
 
-@pytest.mark.parametrize("kernel", [mk.Cosine(), mk.ScaledDot(), mk.Dot() + mk.Cosine()], ids=repr)
+@pytest.mark.parametrize("kernel", [mk.Cosine(), mk.ScaledDot(), mk.Dot() + mk.Cosine(), mk.Gaussian(0.5)], ids=repr)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_trap_the_gradient_at_equal_points_and_at_zero(kernel: mk.MatchKernel, engine: str) -> None:
     for value in (torch.zeros(2, 4, 4, dtype=torch.float64), draw(2, 4, 4)):
