@@ -191,6 +191,22 @@ def test_a_head_wise_factor_costs_no_digits_either(dtype: torch.dtype) -> None:
     assert (out.double() - truth).abs().max() < {torch.float32: 2e-5}.get(dtype, 2e-2)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "budget"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
+)
+def test_a_sink_meets_the_score_itself(dtype: torch.dtype, budget: float) -> None:
+    """Not the score up to a shift of the row: the query's −slope · i must be there, with the right sign."""
+    q, k, v = inputs(2, n=32, m=1024, d=16, dtype=dtype)
+    kernel = mk.ScaledDot() + mk.ALiBi(slopes=torch.tensor([0.5, 2**-6.3]))
+    where: dict[str, Any] = {"query_position": torch.arange(32) + 500, "key_position": torch.arange(1024)}
+    out = mk.attend(q, k, v, kernel, causal=True, normalizer=mk.SinkSoftmax(1.0), engine="fused", **where)
+    truth = mk.attend(
+        q.double(), k.double(), v.double(), kernel, causal=True, normalizer=mk.SinkSoftmax(1.0), engine="reference",
+        **where,
+    )  # fmt: skip
+    assert (out.double() - truth).abs().max() < budget
+
+
 # Rotary.
 
 
