@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .base import DotKernel, Encoding, Fact, MatchKernel, Parts, ScoreFact
+from .base import DotKernel, Fact, MatchKernel, Parts, ScoreFact
+from .encoding import Encoding
 from .values import HeadValue, as_factor, hold, show
 
 

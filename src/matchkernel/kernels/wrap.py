@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .base import Encoding, Fact, MatchKernel
+from .base import Fact, MatchKernel
+from .encoding import Encoding
 from .values import HeadValue, as_factor, hold, show
 
 
