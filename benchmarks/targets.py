@@ -107,6 +107,8 @@ for _way in OWN:
         peers=("dense",),
     )
 # Not promised, but what an honest table shows: peers that were handed the library's own trick, and the best of all.
+for _peer in PEERS:
+    LINES += _both(f"Additive ÷ {_peer}", (None, None), (None, None), "additive", OURS, peers=(_peer,))
 LINES += _both("Additive ÷ peers given its factors", (None, None), (None, None), "additive", OURS, peers=FACTORS)
 LINES += _both("Laplacian ÷ compiled naive", (None, None), (None, None), "laplacian", OURS, peers=("naive, compiled",))
 LINES += _both("Laplacian ÷ fused dot", (None, None), (None, None), "pointwise", "Laplacian")

@@ -229,7 +229,7 @@ def additive() -> Subject:
         naive,
         plain,
         {
-            "matchkernel, no compiler": lambda inputs: ours(inputs, kernel, mk.Tiled(compiled=False)),
+            "matchkernel, no compiler": lambda inputs: ours(inputs, kernel, mk.Tiled(compile=False)),
             "KeOps, identity": lambda inputs: with_keops(inputs, identity, weights),
             "KeOps, our factors": lambda inputs: with_keops(inputs, factored, weights),
             "compiled, our factors": lambda inputs: compiled(inputs, factored_score, weights),
