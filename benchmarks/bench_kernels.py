@@ -179,7 +179,9 @@ def main() -> None:
     judged = targets.judge(rows)
     roof = roofline.measure(rows, device)
     print(targets.table(judged))
-    print(store(name, rows, __doc__ or "", device=device, peers=peers.installed(), targets=judged, roofline=roof))
+    gpu = "measured" if device != "cpu" else "not measured: python benchmarks/bench_kernels.py --device cuda does it"
+    sections = {"gpu": gpu, "peers": peers.installed(), "targets": judged, "roofline": roof}
+    print(store(name, rows, __doc__ or "", device=device, **sections))
 
 
 def kept_rows(name: str, device: str, renewed: set[str]) -> list[Row]:

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import ways
 from harness import Row, clock
+from torch.nn.functional import scaled_dot_product_attention
+
+import matchkernel as mk
 
 Tensor = torch.Tensor
 
@@ -26,6 +29,7 @@ def measure(rows: Sequence[Row], device: str = "cpu") -> dict[str, Any]:
     gflops = max(_matmul(size, device) for size in (512, 1024, 2048))
     gbs = _copy(device)
     return {
+        **({"bfloat16": in_bfloat16(device)} if device.startswith("cuda") else {}),
         "matmul_gflops": round(gflops, 1),
         "copy_gbs": round(gbs, 2),
         "ridge": round(gflops / gbs, 1),
@@ -72,6 +76,22 @@ def _elements(device: str) -> dict[str, float]:
         return run
 
     return {name: 1e-6 * size * times / _median(often(call), device) for name, call in calls.items()}
+
+
+def in_bfloat16(device: str, n: int = 8192) -> dict[str, Any]:
+    """What a GPU is built for: TFLOP/s of its own matrix product, of torch's fused attention, and of the library's."""
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    found = {"matmul_tflops": 2e-9 * n**3 / _median(lambda: torch.mm(a, b, out=out), device)}
+    q, k, v = (x.detach().to(torch.bfloat16) for x in ways.Inputs.draw(n, device=device).leaves)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "fused dot": lambda: scaled_dot_product_attention(q, k, v),
+        "ScaledDot": lambda: mk.attend(q, k, v),
+        "Gaussian": lambda: mk.attend(q, k, v, mk.Gaussian(ways.SIGMA)),
+    }
+    for name, call in calls.items():
+        found[f"{name}_tflops"] = 4e-9 * HEADS * n * n * D / _median(call, device)
+    return {"n": n, **{name: round(rate, 2) for name, rate in found.items()}}
 
 
 # ---- what a kernel's work is ----------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class Subject:
 
 def ours(inputs: Inputs, kernel: mk.MatchKernel, engine: Any = "auto") -> Way:
     q, k, v = inputs.leaves
+    kernel.to(q.device)
     call = partial(mk.attend, q, k, v, kernel, causal=inputs.causal, engine=engine)
     return Way(call, [q, k, v, *kernel.parameters()])
 
