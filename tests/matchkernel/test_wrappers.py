@@ -140,6 +140,7 @@ def test_learned_weights_take_the_share_of_their_part() -> None:
     assert logs.grad is not None
     assert_close(logs.grad, (parts.softmax(0) * down).sum((1, 2, 3)))
     assert list(kernel.state_dict()) == ["log_weights"]
+    assert [name for name, _ in kernel.named_parameters()] == ["log_weights"]
 
 
 def test_scores_a_thousand_apart() -> None:
