@@ -3,8 +3,8 @@
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
 from .engines import Tiled
 from .kernels import (
-    ALiBi,
     Additive,
+    ALiBi,
     Bilinear,
     Cosine,
     Dot,

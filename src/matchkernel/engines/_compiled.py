@@ -15,10 +15,6 @@ import torch
 _built: dict[tuple[Hashable, Hashable], Callable[..., Any]] = {}
 _failures: dict[Hashable, str] = {}
 
-_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"cpp.enable_floating_point_contract_flag": "fast"}
-"""A product and a sum may become one fused operation, which rounds once instead of twice."""
-
-
 @functools.cache
 def missing() -> str | None:
     """Why nothing can be compiled here, or None when it can."""
@@ -38,7 +34,7 @@ def built(function: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
         # torch keeps what it compiles with the code object, and only a few variants of each: give every key its own.
         code = function.__code__.replace(co_name=f"{function.__name__}_{len(_built)}")
         own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__)
-        known = _guarded(torch.compile(own, fullgraph=True, options=_OPTIONS), function, key)
+        known = _guarded(torch.compile(own, fullgraph=True), function, key)
         _built[function, key] = known
     return known
 

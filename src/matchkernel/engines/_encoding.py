@@ -10,13 +10,6 @@ from torch import Tensor
 from ..kernels.encoding import Encoding
 
 
-def leaves(encoding: Encoding) -> list[Tensor]:
-    """The tensors of an encoding, in order."""
-    if isinstance(encoding, Tensor):
-        return [encoding]
-    return [leaf for part in encoding for leaf in leaves(part)]
-
-
 def rebuild(like: Encoding, tensors: Sequence[Tensor]) -> Encoding:
     """An encoding of the same structure as `like`, with other tensors."""
     return _rebuild(like, iter(tensors))

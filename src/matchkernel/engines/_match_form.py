@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..kernels.base import MatchKernel
-from ..kernels.encoding import Encoding
+from ..kernels.encoding import Encoding, leaves
 from ..kernels.tiles import TileForm
-from ._encoding import leaves, rebuild
+from ._encoding import rebuild
 
 
 class _Match(nn.Module):
@@ -39,7 +41,8 @@ class MatchForm(TileForm):
         def run(*tensors: Tensor) -> Tensor:
             return self.scores(rebuild(query, tensors[: len(of_query)]), rebuild(key, tensors[len(of_query) :]))
 
-        scores, pull = torch.func.vjp(run, *of_query, *of_key)
+        vjp: Any = torch.func.vjp
+        scores, pull = vjp(run, *of_query, *of_key)
         # A match may return fewer heads than there are: its one row of scores stands for all of them.
         grads = pull(grad.sum_to_size(scores.shape).to(scores.dtype))
         return rebuild(query, grads[: len(of_query)]), rebuild(key, grads[len(of_query) :])

@@ -1,4 +1,4 @@
-"""The arithmetic of one tile, forward and backward: what a compiler is given, and what runs as it stands without one."""
+"""The arithmetic of one tile, forward and backward, which a compiler builds and which runs as well as it stands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._products import products
+from .._opaque import products
 from ..kernels.encoding import Encoding
 from ..kernels.tiles import TileForm
 from ..normalizers import Normalizer

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.base import MatchKernel
-from ..kernels.encoding import Encoding
+from ..kernels.encoding import Encoding, leaves
 from ..kernels.tiles import TileForm
 from ..normalizers import Normalizer
 from . import _tile
-from ._encoding import cut, leaves, put, rebuild
+from ._encoding import cut, put, rebuild
 from ._schedule import Limits, Rows
 from ._tile import Extras
 

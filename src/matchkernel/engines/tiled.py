@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.encoding import Encoding
+from ..kernels.encoding import Encoding, leaves
 from ..kernels.tiles import Tiles
 from . import _compiled, _tile, _torch_private
-from ._encoding import four, leaves, rebuild
+from ._encoding import four, rebuild
 from ._match_form import MatchForm
 from ._schedule import Limits, limits, schedule
 from ._tiled_function import Job, Operands, Prepared, TiledAttention, run
@@ -114,18 +115,23 @@ class Tiled:
         bounds = limits(place)
         compiles = self.compiles(problem)
         rows, keys, together = self._sizes(problem, own, heads, compiles)
+        # A parameter in a wider type makes the scores, and with them all that follows, as wide.
+        floats = [x for x in (*leaves(query), *leaves(key), *parameters) if x.is_floating_point()]
+        wide = functools.reduce(torch.promote_types, [x.dtype for x in floats], v.dtype)
+        v = v.to(wide)
         bias = place.bias
         operands: tuple[Tensor | None, ...] = (
             four(v, batch),
-            None if bias is None else _pairs(bias.to(problem.wide), batch),
+            None if bias is None else _pairs(bias.to(wide), batch),
             _pairs(factor, batch) if isinstance(factor, Tensor) else None,
             _pairs(shift, batch) if isinstance(shift, Tensor) else None,
             *leaves(query), *leaves(key), *parameters,
         )  # fmt: skip
         forward, backward = _tile.forward, _tile.backward
         if compiles:
-            key = (repr(own.form) if own is not None else f"{type(kernel)} {kernel!r}", type(normalizer))
-            forward, backward = (_compiled.built(function, key) for function in (forward, backward))
+            kind = repr(own.form) if own is not None else repr(kernel)
+            name = f"the tiles of {kind} under {normalizer!r}"
+            forward, backward = (_compiled.built(function, name) for function in (forward, backward))
         job = Job(
             kernel=kernel, normalizer=normalizer,
             batch=batch[:-1].numel(), heads=heads, queries=place.queries, keys=place.keys,
@@ -172,9 +178,9 @@ class Tiled:
             share = met / max(1, place.queries * place.keys)
         # Encodings and output in the wider type, the rows' statistic, and three tables of one tile.
         rows = problem.batch.numel() * place.queries
-        held = (problem.q.numel() + problem.k.numel() + problem.v.numel()) * size + rows * (problem.v.shape[-1] + 1) * size
-        tile = min(self.queries * self.keys, max(1, problem.pairs)) * size
-        return Cost(product_flops(problem, int(problem.pairs * share)), traffic(problem), held + 3 * tile)
+        held = problem.q.numel() + problem.k.numel() + problem.v.numel() + rows * (problem.v.shape[-1] + 1)
+        tile = min(self.queries * self.keys, max(1, problem.pairs))
+        return Cost(product_flops(problem, int(problem.pairs * share)), traffic(problem), (held + 3 * tile) * size)
 
     def reason(self, problem: Problem) -> str:
         how = "compiled" if self.compiles(problem) else "as plain operations"

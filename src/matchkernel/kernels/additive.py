@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .additive_tiles import lift
-from .base import Encoding, Fact, MatchKernel, ScoreFact
+from .base import Fact, MatchKernel, ScoreFact
+from .encoding import Encoding
 from .tiles import Tiles
 
 
@@ -23,9 +24,9 @@ class Additive(MatchKernel):
     Bahdanau's has none either. hidden · (dim + key_dim + 1) parameters.
     Written out, a score takes 3 · hidden operations and a tanh for each of them, and n · m · hidden numbers in memory.
     Tiles take tanh(a + b) = 1 − 2 / (1 + e^{2a} e^{2b}), whose two exponentials are taken once per token.
-    Symmetric only if W_q = W_k, and even then neither s nor eˢ is positive definite: with one hidden unit, weights 1 and
-    points 0.1 and 1, tanh 0.2 + tanh 2 = 1.16 is less than 2 tanh 1.1 = 1.60, so the 2 × 2 table of eˢ has a negative
-    determinant. ValueError for a dimension below 1 or an input of another width.
+    Symmetric only if W_q = W_k, and even then neither s nor eˢ is positive definite: with one hidden unit, weights 1
+    and points 0.1 and 1, tanh 0.2 + tanh 2 = 1.16 is less than 2 tanh 1.1 = 1.60, so the 2 × 2 table of eˢ has a
+    negative determinant. ValueError for a dimension below 1 or an input of another width.
     Source: Bahdanau, Cho & Bengio 2015, appendix A.1.2.
     """
 

@@ -6,13 +6,11 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from .._opaque import settled
 from .encoding import Encoding
+from .lanes import from_panels, in_panels
 from .tiles import TileForm, Tiles
-
-LANES = 16
-"""Keys that are scored side by side: a vector register of float32 holds as many."""
 
 
 def lift(a: Tensor, v: Tensor, b: Tensor) -> Tiles | None:
@@ -64,10 +62,11 @@ class ExponentialForm(TileForm):
     def pull(self, query: Encoding, key: Encoding, grad: Tensor) -> tuple[Encoding, Encoding]:
         x, v, y = _parts(query, key)
         # d tanh = 4 r (1 − r), and d score / d v = 1 − 2r.
+        grad = settled(grad)
         first, second = _sums(x, y, grad)
         of_a = 4.0 * v * (first - second)
         of_v = grad.sum(-1, keepdim=True) - 2.0 * first
-        first, second = _sums(y, x, grad.mT.contiguous())
+        first, second = _sums(y, x, settled(grad.mT))
         return (of_a, of_v), 4.0 * v * (first - second)
 
 
@@ -79,19 +78,14 @@ def _parts(query: Encoding, key: Encoding) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_lanes(x: Tensor, v: Tensor, y: Tensor, paired: bool) -> Tensor:
-    """Σ_c v_c / (1 + x_ic y_jc), with the keys in panels of `LANES` that a vector register takes whole."""
-    keys = y.shape[-2]
-    panels = (keys + LANES - 1) // LANES
-    y = pad(y, (0, 0, 0, panels * LANES - keys))
-    y = y.reshape(y.shape[0], panels, LANES, y.shape[-1]).mT.contiguous().unsqueeze(1)
+    """Σ_c v_c / (1 + x_ic y_jc)."""
+    keys, y = y.shape[-2], in_panels(y)
     x, v = x[:, :, None, :, None], v[:, :, None, :, None]
-    if paired:
-        half = x.shape[3] // 2
-        t, u = 1.0 + x[..., :half, :] * y[..., :half, :], 1.0 + x[..., half:, :] * y[..., half:, :]
-        total = ((v[..., :half, :] * u + v[..., half:, :] * t) / (t * u)).sum(-2)
-    else:
-        total = (v / (1.0 + x * y)).sum(-2)
-    return total.reshape(*total.shape[:2], panels * LANES)[..., :keys]
+    if not paired:
+        return from_panels((v / (1.0 + x * y)).sum(-2), keys)
+    half = x.shape[3] // 2
+    t, u = 1.0 + x[..., :half, :] * y[..., :half, :], 1.0 + x[..., half:, :] * y[..., half:, :]
+    return from_panels(((v[..., :half, :] * u + v[..., half:, :] * t) / (t * u)).sum(-2), keys)
 
 
 def _sums(x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import DotKernel, Encoding, Fact, MatchKernel, Parts, ScoreFact, concatenate
-from .values import HeadValue, as_factor, hold, show
+from .base import DotKernel, Fact, MatchKernel, Parts, ScoreFact, concatenate
+from .encoding import Encoding
+from .tiles import Tiles
+from .values import HeadValue, as_column, as_factor, hold, show
+from .wrap_tiles import TimesForm, added, beside
 
 
 def add(a: MatchKernel, b: MatchKernel) -> MatchKernel:
@@ -37,6 +40,9 @@ class KernelSum(MatchKernel):
 
     def match(self, q: Encoding, k: Encoding) -> Tensor:
         return self.a.match(q[0], k[0]) + self.b.match(q[1], k[1])
+
+    def tiles(self, q: Encoding, k: Encoding) -> Tiles | None:
+        return added(self.a.tiles(q[0], k[0]), self.b.tiles(q[1], k[1]))
 
     def under_causal_order(self) -> MatchKernel:
         a, b = self.a.under_causal_order(), self.b.under_causal_order()
@@ -95,11 +101,23 @@ class ScaledKernel(MatchKernel):
     def encode(
         self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
     ) -> tuple[Encoding, Encoding]:
-        return self.kernel.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+        query, key = self.kernel.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
+        return (query, as_column(self.factor, q)) if isinstance(self.factor, Tensor) else query, key
 
     def match(self, q: Encoding, k: Encoding) -> Tensor:
-        scores = self.kernel.match(q, k)
-        return as_factor(self.factor, scores) * scores
+        own, factor = beside(q, self._number)
+        return factor * self.kernel.match(own, k)
+
+    def tiles(self, q: Encoding, k: Encoding) -> Tiles | None:
+        inner = self.kernel.tiles(beside(q, self._number)[0], k)
+        if inner is None:
+            return None
+        query = inner.query if self._number is not None else (inner.query, q[1])
+        return Tiles(TimesForm(inner.form, self._number), query, inner.key)
+
+    @property
+    def _number(self) -> float | None:
+        return None if isinstance(self.factor, Tensor) else self.factor
 
     def under_causal_order(self) -> MatchKernel:
         kernel = self.kernel.under_causal_order()

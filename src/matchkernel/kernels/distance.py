@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import DotKernel, Encoding, Fact, MatchKernel, Parts, ScoreFact, as_tensor
-from .pairs import anchored, squared_distance
-from .values import HeadValue, as_factor, hold, show
+from .base import DotKernel, Fact, MatchKernel, Parts, ScoreFact, as_tensor
+from .distance_tiles import AbsoluteForm, LogarithmForm
+from .encoding import Encoding, leaves
+from .pairs import anchored, lifted
+from .tiles import Tiles
+from .values import HeadValue, as_column, as_factor, hold, show
+from .wrap_tiles import TimesForm, beside
 
 
 class Gaussian(DotKernel):
@@ -101,10 +105,21 @@ class Laplacian(MatchKernel):
         super().__init__()
         hold(self, "bandwidth", bandwidth, positive=True)
 
+    def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
+        """The query; beside it one over the bandwidth, where heads may differ in it."""
+        return q if not isinstance(self.bandwidth, Tensor) else (q, as_column(1.0 / self.bandwidth, q))
+
     def match(self, q: Encoding, k: Encoding) -> Tensor:
-        q, k = as_tensor(q, self), as_tensor(k, self)
-        distance = (q.unsqueeze(-2) - k.unsqueeze(-3)).abs().sum(-1)
-        return -distance / as_factor(self.bandwidth, distance)
+        own, precision = beside(q, self._precision)
+        q, k = as_tensor(own, self), as_tensor(k, self)
+        return -(q.unsqueeze(-2) - k.unsqueeze(-3)).abs().sum(-1) * precision
+
+    def tiles(self, q: Encoding, k: Encoding) -> Tiles:
+        return Tiles(TimesForm(AbsoluteForm(), self._precision), q, k)
+
+    @property
+    def _precision(self) -> float | None:
+        return None if isinstance(self.bandwidth, Tensor) else 1.0 / self.bandwidth
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int:
         """A difference, its absolute value and a sum for each coordinate; the division."""
@@ -142,10 +157,33 @@ class RationalQuadratic(MatchKernel):
         hold(self, "alpha", alpha, positive=True)
         hold(self, "bandwidth", bandwidth, positive=True)
 
+    def encode(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> tuple[Encoding, Encoding]:
+        """Both with their squared norms, moved near the origin; beside the query α and 1/2ασ², where heads differ."""
+        q, k = anchored(q, k)
+        query = (q, q.square().sum(-1, keepdim=True))
+        key = (k, k.square().sum(-1, keepdim=True))
+        if self._numbers is not None:
+            return query, key
+        alpha = as_column(self.alpha, q)
+        return (*query, alpha, 0.5 / (alpha * as_column(self.bandwidth, q) ** 2)), key
+
     def match(self, q: Encoding, k: Encoding) -> Tensor:
-        distance = squared_distance(as_tensor(q, self), as_tensor(k, self))
-        alpha, bandwidth = as_factor(self.alpha, distance), as_factor(self.bandwidth, distance)
-        return -alpha * torch.log1p(distance / (2.0 * alpha * bandwidth**2))
+        x, of_query, *beside_query = leaves(q)
+        y, of_key = leaves(k)
+        alpha, c = beside_query if self._numbers is None else self._numbers
+        return -alpha * torch.log1p(c * lifted(of_query + of_key.mT - 2.0 * (x @ y.mT)))
+
+    def tiles(self, q: Encoding, k: Encoding) -> Tiles:
+        return Tiles(LogarithmForm(*(self._numbers or (None, None))), q, k)
+
+    @property
+    def _numbers(self) -> tuple[float, float] | None:
+        """α and 1/2ασ², or None where one of them is a tensor."""
+        if isinstance(self.alpha, Tensor) or isinstance(self.bandwidth, Tensor):
+            return None
+        return self.alpha, 0.5 / (self.alpha * self.bandwidth**2)
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int:
         """The product, three operations to make it a distance, and division, logarithm and factor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._products import products
+from .._opaque import products
 from .encoding import Encoding
 from .tiles import TileForm
 

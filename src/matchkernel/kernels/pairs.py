@@ -31,7 +31,12 @@ def squared_distance(q: Tensor, k: Tensor) -> Tensor:
     """
     q, k = anchored(q, k)
     square = q.square().sum(-1).unsqueeze(-1) + k.square().sum(-1).unsqueeze(-2) - 2.0 * (q @ k.mT)
-    # Rounding can leave a hair below zero at q = k. Lift the value, not the derivatives: they are right as they are.
+    return lifted(square)
+
+
+def lifted(square: Tensor) -> Tensor:
+    """Squares that rounding left a hair below zero, as at q = k, at zero: the values, not the derivatives, which are
+    right as they are."""
     return square + (square.clamp_min(0.0) - square).detach()
 
 

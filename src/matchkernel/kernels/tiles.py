@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .encoding import Encoding
 
+
 class TileForm:
     """How to score one tile, and how to take the gradient of its scores back to the encodings.
 

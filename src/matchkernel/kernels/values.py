@@ -50,6 +50,17 @@ def as_factor(value: HeadValue, like: Tensor) -> HeadValue:
     return value[:, None, None]
 
 
+def as_column(value: HeadValue, like: Tensor) -> Tensor:
+    """`value` once for each token of `like` (…, heads, tokens, width): (…, heads, tokens, 1), which holds no memory.
+
+    It rides beside a query's encoding, so that `match` needs no value of a head's own.
+    """
+    column = as_factor(value, like)
+    if not isinstance(column, Tensor):
+        column = like.new_tensor(column)
+    return column.expand(*like.shape[:-1], 1)
+
+
 def show(value: HeadValue) -> str:
     """How a value reads in a kernel's repr."""
     if not isinstance(value, Tensor):

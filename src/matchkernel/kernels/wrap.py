@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from .base import Fact, MatchKernel
 from .encoding import Encoding
-from .values import HeadValue, as_factor, hold, show
+from .tiles import Tiles
+from .values import HeadValue, as_column, hold, show
+from .wrap_tiles import LimitForm, beside
 
 
 class Softcap(MatchKernel):
@@ -43,12 +45,23 @@ class Softcap(MatchKernel):
         self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
     ) -> tuple[Encoding, Encoding]:
         # tanh sees what a softmax would not: a term of the query alone counts.
-        return self.kernel.encode(q, k, query_position, key_position, up_to_row_shift=False)
+        query, key = self.kernel.encode(q, k, query_position, key_position, up_to_row_shift=False)
+        return (query, as_column(self.limit, q)) if isinstance(self.limit, Tensor) else query, key
 
     def match(self, q: Encoding, k: Encoding) -> Tensor:
-        scores = self.kernel.match(q, k)
-        limit = as_factor(self.limit, scores)
-        return limit * torch.tanh(scores / limit)
+        own, limit = beside(q, self._number)
+        return limit * torch.tanh(self.kernel.match(own, k) / limit)
+
+    def tiles(self, q: Encoding, k: Encoding) -> Tiles | None:
+        inner = self.kernel.tiles(beside(q, self._number)[0], k)
+        if inner is None:
+            return None
+        query = inner.query if self._number is not None else (inner.query, q[1])
+        return Tiles(LimitForm(inner.form, self._number), query, inner.key)
+
+    @property
+    def _number(self) -> float | None:
+        return None if isinstance(self.limit, Tensor) else self.limit
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
         """A quotient, a tanh and a product on top of the kernel's."""
