@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import math
 import os
 import subprocess
@@ -18,12 +19,12 @@ from pathlib import Path
 import targets
 import torch
 import ways
-from harness import Row, one_thread, store
+from harness import RESULTS, Row, one_thread, store
 
 import matchkernel as mk
 
 MIB = 1024.0
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
+LENGTHS = (1024, 2048, 4096, 8192)
 DENSE = (512, 1024)
 """Lengths for the ways that hold n × n, or n × n × d, numbers."""
 WARM_UP = (256, 1024)
@@ -135,11 +136,19 @@ def judge(rows: list[Row], slopes: list[Row]) -> list[Row]:
     return judged
 
 
+def kept(renewed: list[str], section: str) -> list[Row]:
+    """The stored rows of the other kernels."""
+    stored = json.loads((RESULTS / "memory.json").read_text())
+    return [row for row in stored[section] if row["what"] not in renewed]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--one", nargs=3, metavar=("WHAT", "WAY", "N"), help="print one peak of this process, in MiB")
-    parser.add_argument("--only", help="the kernels whose names begin so; nothing is stored")
+    parser.add_argument("--only", nargs="+", metavar="WHAT", help="these kernels; printed, and stored with --renew")
+    parser.add_argument("--renew", action="store_true", help="replace the stored rows of the kernels in --only")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="leave longer sequences out")
+    parser.add_argument("--ours", action="store_true", help="leave the peers out")
     arguments = parser.parse_args()
     if arguments.one:
         what, way, n = arguments.one
@@ -150,11 +159,11 @@ def main() -> None:
     for name in beside():
         what, way = name.split(", ", 1)
         dense = way in ("naive", "d2l", "cdist") or "compiled" in way
-        cases.append((what, way, DENSE if dense else LENGTHS[:3]))
+        cases.append((what, way, DENSE if dense else LENGTHS[:2]))
     rows: list[Row] = []
     slopes: list[Row] = []
     for what, way, lengths in cases:
-        if arguments.only and not what.startswith(arguments.only):
+        if (arguments.only and what not in arguments.only) or (arguments.ours and way != "matchkernel"):
             continue
         new = [fresh(what, way, n) for n in lengths if n <= arguments.longest]
         found = [row for row in new if row["mib"] is not None]
@@ -168,8 +177,10 @@ def main() -> None:
             slopes.append({"what": what, "way": way, "slope": round(fitted, 3), "lengths": [row["n"] for row in found]})
             print(f"  {what:20} {way:18} slope {fitted:.3f}", flush=True)
         rows += new
-    if arguments.only:
+    if (arguments.only and not arguments.renew) or arguments.ours or arguments.longest < max(LENGTHS):
         return
+    if arguments.renew:
+        rows, slopes = kept(arguments.only, "rows") + rows, kept(arguments.only, "slopes") + slopes
     judged = judge(rows, slopes)
     print(targets.table(judged))
     print(store("memory", rows, __doc__ or "", slopes=slopes, targets=judged))
