@@ -114,7 +114,7 @@ class Tiled:
         heads = batch[-1] if batch else 1
         bounds = limits(place)
         compiles = self.compiles(problem)
-        rows, keys, together = self._sizes(problem, own, heads, compiles)
+        rows, keys, together = self._sizes(problem, own, heads)
         # A parameter in a wider type makes the scores, and with them all that follows, as wide.
         floats = [x for x in (*leaves(query), *leaves(key), *parameters) if x.is_floating_point()]
         wide = functools.reduce(torch.promote_types, [x.dtype for x in floats], v.dtype)
@@ -151,7 +151,7 @@ class Tiled:
             return False
         return self.compile is True or problem.pairs >= ENOUGH
 
-    def _sizes(self, problem: Problem, own: Tiles | None, heads: int, compiles: bool) -> tuple[int, int, int]:
+    def _sizes(self, problem: Problem, own: Tiles | None, heads: int) -> tuple[int, int, int]:
         """The most queries, keys and heads that go into one tile."""
         place, budget = problem.visibility, self.queries * self.keys
         if not problem.normalizer.online:
@@ -161,12 +161,8 @@ class Tiled:
             # All heads at once, so fewer tokens of each.
             keys = min(self.keys, max(1, math.isqrt(8 * budget // heads)))
             return max(1, min(self.queries, budget // (keys * heads))), keys, heads
-        rows, keys = self.queries, self.keys
-        if not compiles and (width := own.form.width(own.key)) > 1:
-            # Operations that are not fused hold `width` numbers for each pair: keep them near the core.
-            rows, keys = max(1, rows // 8), max(1, min(keys, 8 * budget // (rows * width)))
-        rows, keys = min(rows, place.queries), min(keys, place.keys)
-        return rows, keys, max(1, min(heads, budget // (rows * keys) if compiles else 1))
+        rows, keys = min(self.queries, place.queries), min(self.keys, place.keys)
+        return rows, keys, max(1, min(heads, budget // (rows * keys)))
 
     def cost(self, problem: Problem) -> Cost:
         place, size = problem.visibility, torch.finfo(problem.wide).bits // 8

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._opaque import settled
+from .chunks import chunks
 from .encoding import Encoding
 from .lanes import from_panels, in_panels
 from .tiles import TileForm, Tiles
@@ -46,17 +47,12 @@ class ExponentialForm(TileForm):
     def __repr__(self) -> str:
         return f"ExponentialForm(paired={self.paired})"
 
-    def width(self, key: Encoding) -> int:
-        assert isinstance(key, Tensor)
-        return key.shape[-1]
-
     def scores(self, query: Encoding, key: Encoding) -> Tensor:
         x, v, y = _parts(query, key)
         if torch.compiler.is_compiling():
             total = _in_lanes(x, v, y, self.paired)
         else:
-            r = (x.unsqueeze(-2) * y.unsqueeze(-3)).add_(1.0).reciprocal_()
-            total = (r.flatten(1, 2) @ v.mT).reshape(r.shape[:3])
+            total = _in_chunks(x, v, y)
         return v.sum(-1, keepdim=True) - 2.0 * total
 
     def pull(self, query: Encoding, key: Encoding, grad: Tensor) -> tuple[Encoding, Encoding]:
@@ -88,12 +84,24 @@ def _in_lanes(x: Tensor, v: Tensor, y: Tensor, paired: bool) -> Tensor:
     return from_panels(((v[..., :half, :] * u + v[..., half:, :] * t) / (t * u)).sum(-2), keys)
 
 
+def _in_chunks(x: Tensor, v: Tensor, y: Tensor) -> Tensor:
+    total = x.new_empty(x.shape[0], x.shape[1], y.shape[-2])
+    for rows, r in chunks(x, y):
+        torch.mul(x[:, rows].unsqueeze(-2), y.unsqueeze(-3), out=r).add_(1.0).reciprocal_()
+        total[:, rows] = (r.flatten(1, 2) @ v.mT).reshape(r.shape[:3])
+    return total
+
+
 def _sums(x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Σ_j g_ij r_ijc and Σ_j g_ij r_ijc², each (g, i, c)."""
     if torch.compiler.is_compiling():
         r = 1.0 / (1.0 + x.unsqueeze(-2) * y.unsqueeze(-3))
         weighted = grad.unsqueeze(-1) * r
         return weighted.sum(-2), (weighted * r).sum(-2)
-    r = (x.unsqueeze(-2) * y.unsqueeze(-3)).add_(1.0).reciprocal_()
-    first = (grad.unsqueeze(-2) @ r).squeeze(-2)
-    return first, (grad.unsqueeze(-2) @ r.square_()).squeeze(-2)
+    first, second = torch.empty_like(x), torch.empty_like(x)
+    for rows, r in chunks(x, y):
+        torch.mul(x[:, rows].unsqueeze(-2), y.unsqueeze(-3), out=r).add_(1.0).reciprocal_()
+        row = grad[:, rows].unsqueeze(-2)
+        first[:, rows] = (row @ r).squeeze(-2)
+        second[:, rows] = (row @ r.square_()).squeeze(-2)
+    return first, second

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._opaque import products, settled
+from .chunks import chunks
 from .encoding import Encoding
 from .lanes import from_panels, in_panels
 from .tiles import TileForm
@@ -13,10 +14,6 @@ from .tiles import TileForm
 
 class AbsoluteForm(TileForm):
     """−Σ_c |q_ic − k_jc|."""
-
-    def width(self, key: Encoding) -> int:
-        assert isinstance(key, Tensor)
-        return key.shape[-1]
 
     def scores(self, query: Encoding, key: Encoding) -> Tensor:
         assert isinstance(query, Tensor) and isinstance(key, Tensor)
@@ -31,12 +28,16 @@ class AbsoluteForm(TileForm):
 
 def _signs(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
     """Σ_j g_ij sign(x_ic − y_jc), (g, i, c); the sign of 0 is 0."""
-    difference = x.unsqueeze(-2) - y.unsqueeze(-3)
     if torch.compiler.is_compiling():
         # As exact as sign(), and takes half its time in a vector register.
+        difference = x.unsqueeze(-2) - y.unsqueeze(-3)
         sign = difference / (difference.abs() + torch.finfo(x.dtype).tiny)
         return (grad.unsqueeze(-1) * sign).sum(-2)
-    return (grad.unsqueeze(-2) @ difference.sign_()).squeeze(-2)
+    total = torch.empty_like(x)
+    for rows, sign in chunks(x, y):
+        torch.sub(x[:, rows].unsqueeze(-2), y.unsqueeze(-3), out=sign).sign_()
+        total[:, rows] = (grad[:, rows].unsqueeze(-2) @ sign).squeeze(-2)
+    return total
 
 
 class LogarithmForm(TileForm):

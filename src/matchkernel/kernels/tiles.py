@@ -27,10 +27,6 @@ class TileForm:
         share."""
         raise NotImplementedError(f"{type(self).__name__} must define pull(query, key, grad)")
 
-    def width(self, key: Encoding) -> int:
-        """How many numbers each pair needs at once in plain operations; 1 where a matrix product scores the pair."""
-        return 1
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 

@@ -25,9 +25,6 @@ class SumForm(TileForm):
     def __repr__(self) -> str:
         return f"SumForm({self.a!r}, {self.b!r})"
 
-    def width(self, key: Encoding) -> int:
-        return max(self.a.width(key[0]), self.b.width(key[1]))
-
     def scores(self, query: Encoding, key: Encoding) -> Tensor:
         return self.a.scores(query[0], key[0]) + self.b.scores(query[1], key[1])
 
@@ -44,9 +41,6 @@ class TimesForm(TileForm):
 
     def __repr__(self) -> str:
         return f"TimesForm({self.inner!r}, {self.factor!r})"
-
-    def width(self, key: Encoding) -> int:
-        return self.inner.width(key)
 
     def scores(self, query: Encoding, key: Encoding) -> Tensor:
         own, factor = beside(query, self.factor)
@@ -68,9 +62,6 @@ class LimitForm(TileForm):
 
     def __repr__(self) -> str:
         return f"LimitForm({self.inner!r}, {self.limit!r})"
-
-    def width(self, key: Encoding) -> int:
-        return self.inner.width(key)
 
     def scores(self, query: Encoding, key: Encoding) -> Tensor:
         own, limit = beside(query, self.limit)
