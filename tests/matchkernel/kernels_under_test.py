@@ -103,5 +103,7 @@ def make() -> dict[str, mk.MatchKernel]:
         mk.mixture(mk.ScaledDot(), mk.ALiBi(2)),
         mk.mixture(mk.Dot(), mk.Gaussian(), mk.Bilinear(6, generator=generator), log_weights=_learned(0.1, -0.4, 0.3)),
         mk.Softcap(mk.mixture(mk.Gaussian(), mk.Rotary(6), weights=(0.5, 2.0)), 2.0) + mk.ALiBi(2),
+        mk.Additive(6, 5, generator=generator),
+        0.5 * mk.Gaussian(per_head) + mk.Additive(6, 4, generator=generator) + mk.ALiBi(2),
     ]
     return {f"{number:02d} {kernel!r}": kernel for number, kernel in enumerate(kernels)}
