@@ -143,7 +143,7 @@ class Tiled:
             query_tree=_bare(query), key_tree=_bare(key), query_leaves=len(leaves(query)), key_leaves=len(leaves(key)),
             together=together, forward=forward, backward=backward,
         )  # fmt: skip
-        return job, (_from_match if own is None else _from_form), operands
+        return job, (_from_match if own is None else _FromForm(own)), operands
 
     def compiles(self, problem: Problem) -> bool:
         """Whether torch.compile builds the arithmetic of the tiles."""
@@ -209,7 +209,18 @@ def _from_match(job: Job, operands: Operands) -> Prepared:
     )
 
 
-def _from_form(job: Job, operands: Operands) -> Prepared:
-    tiles = job.kernel.tiles(rebuild(job.query_tree, operands.query), rebuild(job.key_tree, operands.key))
-    assert tiles is not None
-    return Prepared(tiles.form, leaves(tiles.query), leaves(tiles.key), tiles.query, tiles.key, None)
+class _FromForm:
+    """Asks a kernel for its form once more when its encodings are no longer at hand; the first time it has it already.
+
+    Nothing is kept in between: a backward pass may come much later.
+    """
+
+    def __init__(self, own: Tiles) -> None:
+        self.own: Tiles | None = own
+
+    def __call__(self, job: Job, operands: Operands) -> Prepared:
+        own, self.own = self.own, None
+        if own is None:
+            own = job.kernel.tiles(rebuild(job.query_tree, operands.query), rebuild(job.key_tree, operands.key))
+            assert own is not None
+        return Prepared(own.form, leaves(own.query), leaves(own.key), own.query, own.key, None)
