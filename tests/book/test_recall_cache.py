@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from scipy.stats import t
 
 from bookkit.paths import ROOT
 
@@ -61,3 +62,10 @@ def test_a_store_made_by_other_cells_is_noticed(store, tmp_path):
     changed.write_text(json.dumps(store | {"cells": "0" * 16}))
     result = check("--store", changed)
     assert result.returncode == 1 and "other cells" in result.stdout, result.stdout + result.stderr
+
+
+def test_the_quantiles_that_the_chapter_writes_are_students():
+    chapter = (ROOT / "chapters" / "06-why-the-dot-product-won.ipynb").read_text()
+    for written, tail, where in (("2.201", 0.025, "quantile=2.201"), ("3.923", 0.025 / 21, "half_width(apart, 3.923)")):
+        assert abs(t.ppf(1 - tail, df=12 - 1) - float(written)) < 5e-4
+        assert where in chapter
