@@ -12,6 +12,7 @@ from .engines import Engine, Fused, Problem, Reference, Tiled
 from .kernels.base import MatchKernel
 from .kernels.dot import Dot, ScaledDot
 from .normalizers import Normalizer
+from .roofline import Roofline, roofline
 
 _REFERENCE = Reference()
 _BY_NAME: dict[str, Engine] = {engine.name: engine for engine in (Fused(), Tiled(), _REFERENCE)}
@@ -24,7 +25,7 @@ class Explanation:
 
     `flops` counts multiplications and additions, None when the kernel does not say what a pair costs. `bytes` are read
     and written at least once; `peak_bytes` is the most held at a time beside the inputs. `exact` is False for an
-    engine that approximates, `compiled` True for one that torch.compile has built.
+    engine that approximates, `compiled` True where torch.compile builds its arithmetic. `roofline()` guesses the time.
     """
 
     engine: str
@@ -34,6 +35,16 @@ class Explanation:
     flops: int | None
     bytes: int
     peak_bytes: int
+    device: torch.device
+
+    def roofline(self) -> Roofline:
+        """The least time that this machine could take, from its measured speeds; ValueError for uncounted operations.
+
+        Measured and not counted, so it is not part of what is printed: two runs would not print the same.
+        """
+        if self.flops is None:
+            raise ValueError(f"{self.engine}: the kernel does not say what a pair costs (flops_per_pair)")
+        return roofline(self.flops, self.bytes, self.device)
 
     def __str__(self) -> str:
         kind = "exact" if self.exact else "approximate"
@@ -163,7 +174,9 @@ def explain(
     reason = "; ".join([*before, chosen.reason(problem)])
     cost = chosen.cost(problem)
     compiled = chosen.compiles(problem)
-    return Explanation(chosen.name, reason, chosen.exact, compiled, cost.flops, cost.bytes, cost.peak_bytes)
+    return Explanation(
+        chosen.name, reason, chosen.exact, compiled, cost.flops, cost.bytes, cost.peak_bytes, q.device
+    )  # fmt: skip
 
 
 def scaled_dot_product_attention(
