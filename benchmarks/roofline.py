@@ -5,7 +5,6 @@ Source: Williams, Waterman and Patterson, Roofline, CACM 2009.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,22 +37,23 @@ def measure(rows: Sequence[Row], device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def _median(call: Callable[[], object], device: str, repeats: int = 7) -> float:
+def _least(call: Callable[[], object], device: str, repeats: int = 15) -> float:
+    """The shortest of some times: what the machine can do when nobody disturbs it."""
     take = clock(device)
     call()
-    return statistics.median(take(call) for _ in range(repeats))
+    return min(take(call) for _ in range(repeats))
 
 
 def _matmul(size: int, device: str) -> float:
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     out = torch.empty_like(a)
-    return 2e-6 * size**3 / _median(lambda: torch.mm(a, b, out=out), device)
+    return 2e-6 * size**3 / _least(lambda: torch.mm(a, b, out=out), device)
 
 
 def _copy(device: str) -> float:
     source = torch.zeros(2**26, device=device)
     target = torch.ones_like(source)
-    return 2e-6 * source.numel() * 4 / _median(lambda: target.copy_(source), device)
+    return 2e-6 * source.numel() * 4 / _least(lambda: target.copy_(source), device)
 
 
 def _elements(device: str) -> dict[str, float]:
@@ -75,14 +75,14 @@ def _elements(device: str) -> dict[str, float]:
 
         return run
 
-    return {name: 1e-6 * size * times / _median(often(call), device) for name, call in calls.items()}
+    return {name: 1e-6 * size * times / _least(often(call), device) for name, call in calls.items()}
 
 
 def in_bfloat16(device: str, n: int = 8192) -> dict[str, Any]:
     """What a GPU is built for: TFLOP/s of its own matrix product, of torch's fused attention, and of the library's."""
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    found = {"matmul_tflops": 2e-9 * n**3 / _median(lambda: torch.mm(a, b, out=out), device)}
+    found = {"matmul_tflops": 2e-9 * n**3 / _least(lambda: torch.mm(a, b, out=out), device)}
     q, k, v = (x.detach().to(torch.bfloat16) for x in ways.Inputs.draw(n, device=device).leaves)
     calls: dict[str, Callable[[], Tensor]] = {
         "fused dot": lambda: scaled_dot_product_attention(q, k, v),
@@ -90,7 +90,7 @@ def in_bfloat16(device: str, n: int = 8192) -> dict[str, Any]:
         "Gaussian": lambda: mk.attend(q, k, v, mk.Gaussian(ways.SIGMA)),
     }
     for name, call in calls.items():
-        found[f"{name}_tflops"] = 4e-9 * HEADS * n * n * D / _median(call, device)
+        found[f"{name}_tflops"] = 4e-9 * HEADS * n * n * D / _least(call, device)
     return {"n": n, **{name: round(rate, 2) for name, rate in found.items()}}
 
 
@@ -101,12 +101,12 @@ D = ways.WIDTH
 PAIR = {
     "fused dot": 2 * D, "dense dot": 2 * D, "ScaledDot": 2 * D, "Cosine": 2 * D, "Bilinear": 2 * D,
     "Gaussian": 2 * (D + 1),
-    "Additive": 5 * D, "naive": 4 * D,
+    "Additive": 4 * D, "naive": 4 * D,
     "Laplacian": 3 * D,
     "RationalQuadratic": 2 * D + 5,
 }  # fmt: skip
-"""Operations to score one pair. Additive: a product, an addition, a division and a multiply–add per hidden unit; the
-naive form: an addition, a tanh (counted as one) and a multiply–add. Laplacian: a difference, its size, an addition."""
+"""Operations to score one pair, of the formula and not of how somebody computes it. Additive: an addition, a tanh
+(counted as one), a product and an addition per hidden unit. Laplacian: a difference, its size, an addition."""
 PASSES = {"dense dot": (0, 4), "naive": (4, 4)}
 """How often a way that holds tables reads or writes n · m · d numbers, and n · m."""
 
