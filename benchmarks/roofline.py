@@ -57,7 +57,7 @@ def _copy(device: str) -> float:
 
 
 def _elements(device: str) -> dict[str, float]:
-    size = 2**12 if device == "cpu" else 2**26
+    size = 2**14 if device == "cpu" else 2**26
     x, y = (torch.rand(size, device=device) + 0.5 for _ in range(2))
     out = torch.empty_like(x)
     calls: dict[str, Callable[[], object]] = {
@@ -66,7 +66,7 @@ def _elements(device: str) -> dict[str, float]:
         "exp": lambda: torch.exp(x, out=out),
         "tanh": lambda: torch.tanh(x, out=out),
     }
-    times = 2000 if device == "cpu" else 20
+    times = 500 if device == "cpu" else 20
 
     def often(call: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
