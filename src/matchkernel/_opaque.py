@@ -37,15 +37,14 @@ def settled(x: Tensor) -> Tensor:
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    if _linear is None or a.dtype != torch.float32 or a.shape[0] != 1 or 0 in (*a.shape, *b.shape):
+    if _linear is None or a.dtype != torch.float32 or (a.shape[0], b.shape[0]) != (1, 1) or 0 in (*a.shape, *b.shape):
         return a @ b.mT
     result: Tensor = _linear(a[0].contiguous(), b[0], None, "none", [], "")
     return result.unsqueeze(0)
 
 
 def _shape(a: Tensor, b: Tensor) -> Tensor:
-    g, i, j = a.shape[0], a.shape[1], b.shape[1]
-    return a.new_empty(g, i, j)
+    return a.new_empty(max(a.shape[0], b.shape[0]), a.shape[1], b.shape[1])
 
 
 _library.impl("settled", lambda x: x.clone(memory_format=torch.contiguous_format), "CompositeExplicitAutograd")

@@ -16,6 +16,19 @@ class Cauchy(mk.MatchKernel):
         return -torch.log1p(mk.squared_distance(q, k))
 
 
+class Ratio(mk.ProductKernel):
+    """A reader's own function of q·k, |q|² and |k|², with something to learn."""
+
+    symmetric = translation_invariant = position_invariant = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sharpness = torch.nn.Parameter(torch.tensor(0.7))
+
+    def combine(self, product: Tensor, query_square: Tensor, key_square: Tensor) -> Tensor:
+        return -self.sharpness * torch.log1p(query_square + key_square - 2.0 * product)
+
+
 class NormColumn(mk.DotKernel):
     """−|q − k|²/2 as an inner product with one more coordinate, and a query term that a softmax cannot see."""
 
@@ -75,6 +88,7 @@ def make() -> dict[str, mk.MatchKernel]:
         mk.RationalQuadratic(2.5, 0.7),
         mk.RationalQuadratic(per_head, per_head),
         mk.RationalQuadratic(_learned(0.6, 1.5), _learned(0.8, 1.7)),
+        Ratio(),
         Cauchy(),
         NormColumn(),
         Distance(),
@@ -82,6 +96,7 @@ def make() -> dict[str, mk.MatchKernel]:
         0.5 * NormColumn() + mk.Cosine(),
         per_head * NormColumn(),
         mk.ScaledDot() + Distance(),
+        mk.ScaledDot() + Ratio(),
         mk.ScaledDot() + mk.Gaussian(per_head),
         0.5 * mk.Gaussian(2.0) + mk.Laplacian(3.0),
         per_head * mk.Gaussian(_learned(0.8, 1.7)),

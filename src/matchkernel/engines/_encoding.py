@@ -42,26 +42,29 @@ def cut(x: Tensor, b: int, heads: slice, tokens: slice, total: int) -> Tensor:
 
     x may have fewer heads than that, each for a group of them.
     """
-    return _grouped(_tokens(x[b if x.shape[0] > 1 else 0], tokens), heads, total, repeat=True)
+    x = _tokens(x[b if x.shape[0] > 1 else 0], tokens)
+    own = _owners(x, heads, total)
+    return x[own] if isinstance(own, slice) else x.index_select(0, own)
 
 
 def put(into: Tensor, part: Tensor, b: int, heads: slice, tokens: slice, total: int) -> None:
     """Add a tile's share to `into`, whose shape is that of what `cut` was given."""
     into = _tokens(into[b if into.shape[0] > 1 else 0], tokens)
-    own = _grouped(into, heads, total, repeat=False)
-    if 1 < own.shape[0] < part.shape[0]:
-        part = part.reshape(own.shape[0], -1, *part.shape[1:]).sum(1)
-    own += part.sum_to_size(own.shape)
+    own = _owners(into, heads, total)
+    if isinstance(own, slice):
+        into[own] += part.sum_to_size(into[own].shape)
+    else:
+        into.index_add_(0, own, part)
 
 
 def _tokens(x: Tensor, tokens: slice) -> Tensor:
     return x[:, tokens] if x.shape[1] > 1 else x
 
 
-def _grouped(x: Tensor, heads: slice, total: int, *, repeat: bool) -> Tensor:
-    """The heads of x (heads | 1, …) that stand for `heads` of `total`."""
-    if x.shape[0] in (1, total):
-        return x if x.shape[0] == 1 else x[heads]
+def _owners(x: Tensor, heads: slice, total: int) -> slice | Tensor:
+    """The heads of x (heads | 1, …) that `heads` read, one for each or one for all; a tile may end inside a group."""
     groups = total // x.shape[0]
-    own = x[heads.start // groups : (heads.stop - 1) // groups + 1]
-    return own.repeat_interleave(groups, dim=0) if repeat and own.shape[0] > 1 else own
+    first, last = heads.start // groups, (heads.stop - 1) // groups
+    if groups == 1 or first == last:
+        return slice(first, last + 1)
+    return torch.arange(heads.start, heads.stop, device=x.device) // groups

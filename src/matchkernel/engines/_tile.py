@@ -58,7 +58,7 @@ def forward(
     accumulated: Tensor | None,
 ) -> tuple[State, Tensor]:
     """One more tile of keys: the rows' state, and the sum of weights times values."""
-    state, weights, carry = normalizer.absorb(state, adjust(form.scores(query, key), extras))
+    state, weights, carry = normalizer.absorb(state, adjust(form.scores(query, key).to(v.dtype), extras))
     new = products(weights, v.mT)
     if accumulated is None:
         return state, new
@@ -93,7 +93,7 @@ def backward(
     row (g, i, 1) is what the normaliser's `score_gradient` asks for; `wanted` says whether factor, shift and bias need
     a gradient.
     """
-    raw = form.scores(query, key)
+    raw = form.scores(query, key).to(v.dtype)
     weights = normalizer.again(adjust(raw, extras), statistic)
     of_scores = normalizer.score_gradient(weights, products(grad, v), row)
     of_v = products(grad.mT, weights.mT)

@@ -15,6 +15,7 @@ from ..kernels.tiles import TileForm
 from ..normalizers import Normalizer
 from . import _tile
 from ._encoding import cut, put, rebuild
+from ._match_form import match
 from ._schedule import Limits, Rows
 from ._tile import Extras
 
@@ -75,7 +76,7 @@ class Prepared:
     query_like: Encoding
     key_like: Encoding
     parameters: list[Tensor] | None
-    """What rides beside each tile of queries, for a form that was made from `match`; None for the others."""
+    """What rides beside each tile of queries, for a form that asks for it; None for the others."""
 
 
 Prepare = Callable[[Job, Operands], Prepared]
@@ -153,8 +154,11 @@ def pull_back(
     if grad_statistic is not None:
         row = row - grad_statistic.unsqueeze(-1)
     of_v = v.new_zeros(v.shape).mT.contiguous()
-    of_query = [x.new_zeros(x.shape) for x in operands.query]
-    of_key = [x.new_zeros(x.shape) for x in operands.key]
+    # An encoding may hold integers, such as places in a table: nothing is differentiated by them.
+    of_query, of_key = (
+        [x.new_zeros(x.shape) if x.is_floating_point() else None for x in given]
+        for given in (operands.query, operands.key)
+    )
     of_parameters = [torch.zeros_like(x) for x in operands.parameters]
     of_bias, of_factor, of_shift = (
         None if x is None else x.new_zeros(x.shape) for x in (bias, factor, shift)
@@ -172,13 +176,15 @@ def pull_back(
                 statistic[b, heads, tokens], row[b, heads, tokens], upstream, wanted,
             )  # fmt: skip
             own = leaves(part.query)
-            for total, share in zip(of_query, own, strict=False):
-                put(total, share, b, heads, tokens, job.heads)
+            for into, share in zip(of_query, own, strict=False):
+                if into is not None:
+                    put(into, share, b, heads, tokens, job.heads)
             if ready.parameters is not None:
                 for total, share in zip(of_parameters, own[len(of_query) :], strict=True):
                     total += share
-            for total, share in zip(of_key, leaves(part.key), strict=True):
-                put(total, share, b, heads, keys, job.heads)
+            for into, share in zip(of_key, leaves(part.key), strict=True):
+                if into is not None:
+                    put(into, share, b, heads, keys, job.heads)
             put(of_v.mT, part.v.mT, b, heads, keys, job.heads)
             if part.factor is not None and of_factor is not None:
                 put(of_factor, part.factor, b, heads, tokens, job.heads)
@@ -216,7 +222,12 @@ def dense(job: Job, operands: Operands) -> tuple[Tensor, Tensor]:
     """Output and statistic as one tile, through the kernel's `match`, to be differentiated again."""
     query = rebuild(job.query_tree, operands.query)
     key = rebuild(job.key_tree, [repeated(x, job) for x in operands.key])
-    raw = job.kernel.match(query, key).expand(job.batch, job.heads, job.queries, job.keys)
+    if operands.parameters:
+        # Those of this pass, which need not be the ones that the kernel holds by now.
+        raw = match(job.kernel, operands.parameters, query, key)
+    else:
+        raw = job.kernel.match(query, key)
+    raw = raw.to(operands.v.dtype).expand(job.batch, job.heads, job.queries, job.keys)
     scores = _tile.adjust(raw, whole(job, operands))
     state = job.normalizer.start(scores.detach()[..., 0])
     state, weights, _ = job.normalizer.absorb(state, scores)

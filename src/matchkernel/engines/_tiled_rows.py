@@ -66,7 +66,8 @@ def _weigh(job: Job, operands: Operands, query: Encoding, key: Encoding, extras:
     module = Row(job.kernel, job.normalizer)
     names = [name for name, _ in module.named_parameters()]
     bound = dict(zip(names, operands.parameters, strict=True))
-    return torch.func.functional_call(module, bound, (query, key, extras))  # type: ignore[no-any-return]
+    weights: Tensor = torch.func.functional_call(module, bound, (query, key, extras))
+    return weights.to(operands.v.dtype)
 
 
 def _rows(job: Job, operands: Operands) -> Iterator[tuple[tuple[int, slice, slice], Tensor]]:
@@ -84,6 +85,7 @@ def _rows(job: Job, operands: Operands) -> Iterator[tuple[tuple[int, slice, slic
         )
         extras = extras_of(job, operands, b, heads, tokens, keys, partial=True)
         weights = _weigh(job, operands, query, key, extras)
+        weights = weights.reshape(-1, *weights.shape[-2:])
         yield (b, heads, tokens), weights @ cut(operands.v, b, heads, keys, job.heads)
 
 

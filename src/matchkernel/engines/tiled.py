@@ -102,29 +102,33 @@ class Tiled:
         query, key = kernel.encode(
             q, k, place.query_position, place.key_position, up_to_row_shift=normalizer.shift_invariant
         )
-        query = rebuild(query, [four(x, batch) for x in leaves(query)])
-        key = rebuild(key, [four(x, batch) for x in leaves(key)])
+        heads = batch[-1] if batch else 1
+        wide = _widest(v.dtype, *leaves(query), *leaves(key))
+        # Both with all heads, so that no tile of one has to be stretched to the other's; this copies nothing.
+        query, key = (
+            rebuild(encoding, [four(_widened(x, wide), batch).expand(-1, heads, -1, -1) for x in leaves(encoding)])
+            for encoding in (query, key)
+        )
         visible = place.visible if normalizer.counts_keys else None
-        factor, shift = normalizer.factor(visible, q), normalizer.shift(visible, q)
+        # Only the shape and dtype of the second are read; q may have fewer heads than a value for each asks for.
+        like = q.new_empty(()).expand(*batch, place.queries, 1)
+        factor, shift = normalizer.factor(visible, like), normalizer.shift(visible, like)
         with torch.no_grad():
             own = kernel.tiles(query, key)
-        parameters = [] if own is not None else list(kernel.parameters())
+        parameters = list(kernel.parameters()) if own is None or own.form.beside else []
         if not normalizer.online:
             own, parameters = None, list(Row(kernel, normalizer).parameters())
-        heads = batch[-1] if batch else 1
         bounds = limits(place)
         compiles = self.compiles(problem)
         rows, keys, together = self._sizes(problem, own, heads)
         # A parameter in a wider type makes the scores, and with them all that follows, as wide.
-        floats = [x for x in (*leaves(query), *leaves(key), *parameters) if x.is_floating_point()]
-        wide = functools.reduce(torch.promote_types, [x.dtype for x in floats], v.dtype)
-        v = v.to(wide)
-        bias = place.bias
+        wide = _widest(wide, *parameters)
+        v, bias = v.to(wide), place.bias
         operands: tuple[Tensor | None, ...] = (
             four(v, batch),
             None if bias is None else _pairs(bias.to(wide), batch),
-            _pairs(factor, batch) if isinstance(factor, Tensor) else None,
-            _pairs(shift, batch) if isinstance(shift, Tensor) else None,
+            _pairs(factor.to(wide), batch) if isinstance(factor, Tensor) else None,
+            _pairs(shift.to(wide), batch) if isinstance(shift, Tensor) else None,
             *leaves(query), *leaves(key), *parameters,
         )  # fmt: skip
         forward, backward = _tile.forward, _tile.backward
@@ -188,6 +192,14 @@ class Tiled:
         return f"keys stream past tiles of queries, {how}"
 
 
+def _widest(dtype: torch.dtype, *tensors: Tensor) -> torch.dtype:
+    return functools.reduce(torch.promote_types, [x.dtype for x in tensors if x.is_floating_point()], dtype)
+
+
+def _widened(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
 def _bare(encoding: Encoding) -> Encoding:
     return rebuild(encoding, [x.detach() for x in leaves(encoding)])
 
@@ -223,4 +235,5 @@ class _FromForm:
         if own is None:
             own = job.kernel.tiles(rebuild(job.query_tree, operands.query), rebuild(job.key_tree, operands.key))
             assert own is not None
-        return Prepared(own.form, leaves(own.query), leaves(own.key), own.query, own.key, None)
+        beside = operands.parameters if own.form.beside else None
+        return Prepared(own.form, leaves(own.query), leaves(own.key), own.query, own.key, beside)

@@ -6,6 +6,7 @@ from .distance import Gaussian, Laplacian, RationalQuadratic
 from .dot import Bilinear, Cosine, Dot, ScaledDot
 from .pairs import squared_distance
 from .position import ALiBi, RelativeBias, Rotary, alibi_slopes
+from .product import ProductKernel
 from .wrap import Mixture, Softcap, mixture
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Laplacian",
     "MatchKernel",
     "Mixture",
+    "ProductKernel",
     "RationalQuadratic",
     "RelativeBias",
     "Rotary",

@@ -24,8 +24,6 @@ def lift(a: Tensor, v: Tensor, b: Tensor) -> Tiles | None:
     saturation = math.log(8.0 / eps) / 2.0 + 0.1
     lowest, highest = b.amin(-2, keepdim=True), b.amax(-2, keepdim=True)
     middle, half = (highest + lowest) / 2.0, (highest - lowest) / 2.0
-    if a.shape[1] != middle.shape[1] or a.shape[0] != middle.shape[0]:
-        middle, half = (x.expand(a.shape[0], a.shape[1], 1, -1) for x in (middle, half))
     # A NaN fails every comparison, and takes the direct form with it.
     if not bool((half + saturation <= math.log(largest) / 2.0 - 1.0).all()):
         return None
@@ -98,7 +96,7 @@ def _sums(x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         r = 1.0 / (1.0 + x.unsqueeze(-2) * y.unsqueeze(-3))
         weighted = grad.unsqueeze(-1) * r
         return weighted.sum(-2), (weighted * r).sum(-2)
-    first, second = torch.empty_like(x), torch.empty_like(x)
+    first, second = (x.new_empty(grad.shape[0], *x.shape[1:]) for _ in range(2))
     for rows, r in chunks(x, y):
         torch.mul(x[:, rows].unsqueeze(-2), y.unsqueeze(-3), out=r).add_(1.0).reciprocal_()
         row = grad[:, rows].unsqueeze(-2)

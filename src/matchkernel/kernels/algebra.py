@@ -110,7 +110,7 @@ class ScaledKernel(MatchKernel):
 
     def tiles(self, q: Encoding, k: Encoding) -> Tiles | None:
         inner = self.kernel.tiles(beside(q, self._number)[0], k)
-        if inner is None:
+        if inner is None or inner.form.beside:
             return None
         query = inner.query if self._number is not None else (inner.query, q[1])
         return Tiles(TimesForm(inner.form, self._number), query, inner.key)

@@ -33,7 +33,7 @@ def _signs(x: Tensor, y: Tensor, grad: Tensor) -> Tensor:
         difference = x.unsqueeze(-2) - y.unsqueeze(-3)
         sign = difference / (difference.abs() + torch.finfo(x.dtype).tiny)
         return (grad.unsqueeze(-1) * sign).sum(-2)
-    total = torch.empty_like(x)
+    total = x.new_empty(grad.shape[0], *x.shape[1:])
     for rows, sign in chunks(x, y):
         torch.sub(x[:, rows].unsqueeze(-2), y.unsqueeze(-3), out=sign).sign_()
         total[:, rows] = (grad[:, rows].unsqueeze(-2) @ sign).squeeze(-2)

@@ -18,6 +18,9 @@ class TileForm:
     derivative of its own, and a compiler traces it whole.
     """
 
+    beside: bool = False
+    """Whether the kernel's parameters ride beside the query's tile, as a pair, and get their gradients there."""
+
     def scores(self, query: Encoding, key: Encoding) -> Tensor:
         """The tile's scores (g, i, j)."""
         raise NotImplementedError(f"{type(self).__name__} must define scores(query, key)")

@@ -11,7 +11,7 @@ from .tiles import TileForm, Tiles
 
 def added(a: Tiles | None, b: Tiles | None) -> Tiles | None:
     """The tiles of a sum; None where either part has none."""
-    if a is None or b is None:
+    if a is None or b is None or a.form.beside or b.form.beside:
         return None
     return Tiles(SumForm(a.form, b.form), (a.query, b.query), (a.key, b.key))
 
