@@ -32,8 +32,10 @@ def match(kernel: MatchKernel, parameters: Sequence[Tensor], query: Encoding, ke
 
 
 class MatchForm(TileForm):
-    """`match` as it stands. It may hold parameters for each head, so it is given all heads; the kernel's parameters
-    ride beside the query's tile and get their gradients there."""
+    """`match` as it stands; the kernel's parameters ride beside the query's tile and get their gradients there.
+
+    It may hold something for each head, so it is given all heads unless `heads_alike` finds that they are alike.
+    """
 
     beside = True
 
@@ -63,3 +65,31 @@ class MatchForm(TileForm):
         grads = iter(pull(grad.sum_to_size(scores.shape).to(scores.dtype)))
         result = rebuild(both, [next(grads) if x.is_floating_point() else x for x in tensors])
         return result[0], result[1]
+
+
+def heads_alike(kernel: MatchKernel, query: Encoding, key: Encoding, heads: int) -> bool:
+    """Whether `match` may be handed one head at a time: it holds no parameter or buffer, and a sample agrees.
+
+    query and key are encodings (batch, heads | 1, tokens, ·). The sample is the first and the last token of either:
+    a match that tells heads apart without holding anything, by counting them, gives other scores for one than for all.
+    """
+    if heads == 1:
+        return True
+    if any(True for _ in kernel.parameters()) or any(True for _ in kernel.buffers()):
+        return False
+    ends = [rebuild(x, [_ends(leaf) for leaf in leaves(x)]) for x in (query, key)]
+    together = kernel.match(*ends)
+    for head in range(heads):
+        one = [rebuild(x, [leaf if leaf.shape[0] == 1 else leaf[head : head + 1] for leaf in leaves(x)]) for x in ends]
+        alone = kernel.match(*one)
+        if alone.shape != (1, *together.shape[-2:]):
+            return False
+        whole = together if together.shape[0] == 1 else together[head : head + 1]
+        if not torch.allclose(alone, whole, rtol=1e-3, atol=1e-5, equal_nan=True):
+            return False
+    return True
+
+
+def _ends(x: Tensor) -> Tensor:
+    """The first and the last token of x (batch, heads | 1, tokens, ·), of its first batch."""
+    return x[0, :, :: max(1, x.shape[2] - 1)]

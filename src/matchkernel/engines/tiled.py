@@ -14,7 +14,7 @@ from ..kernels.encoding import Encoding, leaves
 from ..kernels.tiles import Tiles
 from . import _compiled, _tile, _torch_private
 from ._encoding import four, rebuild
-from ._match_form import MatchForm
+from ._match_form import MatchForm, heads_alike
 from ._schedule import Limits, limits, schedule
 from ._tiled_function import Job, Operands, Prepared, TiledAttention, run
 from ._tiled_rows import Row, RowAttention
@@ -120,7 +120,9 @@ class Tiled:
             own, parameters = None, list(Row(kernel, normalizer).parameters())
         bounds = limits(place)
         compiles = self.compiles(problem)
-        rows, keys, together = self._sizes(problem, own, heads)
+        with torch.no_grad():
+            alike = own is not None or (normalizer.online and heads_alike(kernel, query, key, heads))
+        rows, keys, together = self._sizes(problem, alike, heads)
         # A parameter in a wider type makes the scores, and with them all that follows, as wide.
         wide = _widest(wide, *parameters)
         v, bias = v.to(wide), place.bias
@@ -155,13 +157,13 @@ class Tiled:
             return False
         return self.compile is True or problem.pairs >= ENOUGH
 
-    def _sizes(self, problem: Problem, own: Tiles | None, heads: int) -> tuple[int, int, int]:
+    def _sizes(self, problem: Problem, alike: bool, heads: int) -> tuple[int, int, int]:
         """The most queries, keys and heads that go into one tile."""
         place, budget = problem.visibility, self.queries * self.keys
         if not problem.normalizer.online:
-            together = heads if own is None else 1
+            together = 1 if alike else heads
             return max(1, min(self.queries, budget // (max(1, place.keys) * together))), max(1, place.keys), together
-        if own is None:
+        if not alike:
             # All heads at once, so fewer tokens of each.
             keys = min(self.keys, max(1, math.isqrt(8 * budget // heads)))
             return max(1, min(self.queries, budget // (keys * heads))), keys, heads
