@@ -10,6 +10,7 @@ import gc
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import peers
 import roofline
@@ -63,8 +64,16 @@ def pointwise() -> dict[str, Build]:
         "Laplacian": ways.laplacian().kernel,
         "RationalQuadratic": ways.rational_quadratic().kernel,
         "Softcap": ways.softcap().kernel,
-        "Cauchy, own": ways.Cauchy(),
-        "Quadratic, own": ways.Quadratic(),
+    }
+    return {"fused dot": ways.fused_dot} | {name: _ours(kernel) for name, kernel in kernels.items()}
+
+
+def products() -> dict[str, Build]:
+    kernels = {
+        "Cauchy, ProductKernel": ways.CauchyProduct(),
+        "Quadratic, ProductKernel": ways.QuadraticProduct(),
+        "Cauchy, match": ways.Cauchy(),
+        "Quadratic, match": ways.Quadratic(),
     }
     return {"fused dot": ways.fused_dot} | {name: _ours(kernel) for name, kernel in kernels.items()}
 
@@ -82,13 +91,14 @@ GROUPS = [
     Group("dot, causal", near_dot_causal, {2048: 15, 4096: 7}, "fused dot", same=False, causal=True),
     Group("pointwise", pointwise, {1024: 15, 2048: 7, 4096: 3}, "fused dot", same=False),
     Group("pointwise", long, {8192: 3}, "fused dot", same=False),
+    Group("own", products, {1024: 15, 2048: 7, 4096: 3}, "fused dot", same=False),
     Group("additive", lambda: ways.additive().ways(), {1024: 3}),
     Group("laplacian", lambda: ways.laplacian().ways(), {1024: 3}),
     Group("rational quadratic", lambda: ways.rational_quadratic().ways(), {1024: 5}),
     Group("gaussian", lambda: ways.gaussian().ways(), {1024: 5}),
     Group("softcap", lambda: ways.softcap().ways(), {1024: 5}),
-    Group("own: Cauchy", lambda: ways.own(ways.Cauchy()), {2048: 5}),
-    Group("own: Quadratic", lambda: ways.own(ways.Quadratic()), {2048: 5}),
+    Group("own: Cauchy", lambda: ways.own(ways.Cauchy(), ways.CauchyProduct()), {2048: 5}),
+    Group("own: Quadratic", lambda: ways.own(ways.Quadratic(), ways.QuadraticProduct()), {2048: 5}),
     Group("own: PseudoHuber", lambda: ways.own(ways.PseudoHuber()), {512: 5}),
 ]
 
@@ -163,7 +173,8 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     name = "kernels" if device == "cpu" else "kernels-" + chip(device).replace(" ", "-")
     chosen = [group for group in GROUPS if not arguments.only or group.what in arguments.only]
-    kept = kept_rows(name, device, {group.what for group in chosen}) if arguments.renew else []
+    stored = same_machine(name, device) if arguments.renew else {"rows": [], "roofline": None}
+    kept = [row for row in stored["rows"] if row["what"] not in {group.what for group in chosen}]
     rows: list[Row] = []
     for group in chosen:
         for n, repeats in group.lengths.items():
@@ -177,23 +188,23 @@ def main() -> None:
     order = [group.what for group in GROUPS]
     rows = sorted(kept + rows, key=lambda row: order.index(row["what"]))
     judged = targets.judge(rows)
-    roof = roofline.measure(rows, device)
+    roof = roofline.place(rows, stored["roofline"] or roofline.measure(device))
     print(targets.table(judged))
     gpu = "measured" if device != "cpu" else "not measured: python benchmarks/bench_kernels.py --device cuda does it"
     sections = {"gpu": gpu, "peers": peers.installed(), "targets": judged, "roofline": roof}
     print(store(name, rows, __doc__ or "", device=device, **sections))
 
 
-def kept_rows(name: str, device: str, renewed: set[str]) -> list[Row]:
-    """The stored rows of the other groups, if they were taken on this machine with this torch."""
-    stored = json.loads((RESULTS / f"{name}.json").read_text())
+def same_machine(name: str, device: str) -> dict[str, Any]:
+    """What is stored, if it was taken on this machine with this torch."""
+    stored: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     for key in ("cpu", "torch", "threads", "gpu"):
         then, now = stored["machine"].get(key), machine(device).get(key)
         if then != now:
             raise SystemExit(
                 f"the stored rows were taken with {key} = {then}, this is {now}: measure all of them again"
             )
-    return [row for row in stored["rows"] if row["what"] not in renewed]
+    return stored
 
 
 if __name__ == "__main__":

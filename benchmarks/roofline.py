@@ -18,8 +18,8 @@ import matchkernel as mk
 Tensor = torch.Tensor
 
 
-def measure(rows: Sequence[Row], device: str = "cpu") -> dict[str, Any]:
-    """Peak rates of one thread (or one GPU), and the forward rows of the bench placed under them.
+def measure(device: str = "cpu") -> dict[str, Any]:
+    """Peak rates of one thread (or one GPU).
 
     matmul_gflops: the fastest of three sizes of square float32 product. copy_gbs: bytes read and written a second,
     tensors far larger than any cache. ridge: operations a byte above which arithmetic is the limit. elements: thousands
@@ -33,8 +33,13 @@ def measure(rows: Sequence[Row], device: str = "cpu") -> dict[str, Any]:
         "copy_gbs": round(gbs, 2),
         "ridge": round(gflops / gbs, 1),
         "elements": {name: round(rate, 3) for name, rate in _elements(device).items()},
-        "rows": [_place(row, gflops, gbs) for row in rows if _counted(row)],
     }
+
+
+def place(rows: Sequence[Row], peaks: dict[str, Any]) -> dict[str, Any]:
+    """The forward rows of the bench, placed under the machine's peaks."""
+    gflops, gbs = peaks["matmul_gflops"], peaks["copy_gbs"]
+    return peaks | {"rows": [_place(row, gflops, gbs) for row in rows if _counted(row)]}
 
 
 def _least(call: Callable[[], object], device: str, repeats: int = 15) -> float:

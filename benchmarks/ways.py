@@ -319,11 +319,23 @@ class PseudoHuber(mk.MatchKernel):
         return -(1.0 + (q.unsqueeze(-2) - k.unsqueeze(-3)).square()).sqrt().sum(-1)
 
 
-def own(kernel: mk.MatchKernel) -> dict[str, Build]:
-    """The library, and the same three lines on the whole table."""
+class CauchyProduct(mk.ProductKernel):
+    def combine(self, product: Tensor, query_square: Tensor, key_square: Tensor) -> Tensor:
+        return -torch.log1p((query_square + key_square - 2.0 * product).clamp_min(0.0))
 
-    return {
+
+class QuadraticProduct(mk.ProductKernel):
+    def combine(self, product: Tensor, query_square: Tensor, key_square: Tensor) -> Tensor:
+        return 0.01 * (1.0 + product).square()
+
+
+def own(kernel: mk.MatchKernel, product: mk.ProductKernel | None = None) -> dict[str, Build]:
+    """The library, from a match and from a function of products, and the match as it stands on the whole table."""
+    found: dict[str, Build] = {
         "matchkernel": lambda inputs: ours(inputs, kernel),
         "dense": lambda inputs: naive(inputs, kernel.match, []),
         "fused dot": fused_dot,
     }
+    if product is not None:
+        found["matchkernel, ProductKernel"] = lambda inputs: ours(inputs, product)
+    return found
