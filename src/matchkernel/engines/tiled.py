@@ -23,8 +23,9 @@ from .problem import Cost, Problem, product_flops, traffic, zero_where_not
 QUERIES, KEYS = 256, 1024
 """The largest tile of one head. Its scores, a megabyte in float32, fit beside its operands in a core's own cache."""
 
-FEW = 2**16
-"""Scores up to which "auto" leaves a problem to the reference: one small table costs less than the bookkeeping."""
+FEW, MANY = 2**16, 2**19
+"""Scores of one batch entry, and of all, up to which "auto" leaves a problem to the reference: small tables cost less
+than the bookkeeping of tiles, and a few of them fit into memory even where a kernel holds many numbers for a pair."""
 
 ENOUGH = 2**21
 """Scores from which the seconds of compiling are soon paid back."""
@@ -71,7 +72,10 @@ class Tiled:
         return None
 
     def declines(self, problem: Problem) -> str | None:
-        return f"the whole table has only {problem.pairs} scores" if problem.pairs <= FEW else None
+        entries = max(1, problem.batch[:-1].numel())
+        if problem.pairs <= FEW * entries and problem.pairs <= MANY:
+            return f"the whole table has only {problem.pairs} scores"
+        return None
 
     def run(self, problem: Problem) -> Tensor:
         normalizer, place = problem.normalizer, problem.visibility
