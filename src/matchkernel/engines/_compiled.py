@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _built: dict[tuple[Hashable, Hashable], Callable[..., Any]] = {}
 _failures: dict[Hashable, str] = {}
@@ -25,18 +26,36 @@ def missing() -> str | None:
 
 
 def built(function: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
-    """`function`, compiled at its first call; one build for each key, so that no kernel crowds out another's.
+    """`function`, compiled at its first call; one build for each key and kind of arguments.
 
     Where the compiler fails, a warning says why and the function runs as it stands from then on.
     """
-    known = _built.get((function, key))
-    if known is None:
-        # torch keeps what it compiles with the code object, and only a few variants of each: give every key its own.
-        code = function.__code__.replace(co_name=f"{function.__name__}_{len(_built)}")
-        own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__)
-        known = _guarded(torch.compile(own, fullgraph=True), function, key)
-        _built[function, key] = known
-    return known
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        kind = _kind(arguments)
+        known = _built.get((function, (key, kind)))
+        if known is None:
+            # torch keeps what it compiles with the code object, and only a few variants of each: give every kind of
+            # arguments its own, so that what is left to vary is sizes.
+            code = function.__code__.replace(co_name=f"{function.__name__}_{len(_built)}")
+            own = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__)
+            known = _built[function, (key, kind)] = _guarded(torch.compile(own, fullgraph=True), function, key)
+        return known(*arguments)
+
+    return call
+
+
+def _kind(argument: Any) -> Hashable:
+    """What a compiler builds other code for: which tensors there are, of what type, and where they broadcast."""
+    if isinstance(argument, Tensor):
+        pattern = (min(number, 2) for number in (*argument.shape, *argument.stride()))
+        return argument.dtype, argument.device.type, *pattern
+    if isinstance(argument, tuple):
+        return type(argument), *(_kind(part) for part in argument)
+    if argument is None or isinstance(argument, bool):
+        return argument
+    return (float, argument == 1.0, argument == 0.0) if isinstance(argument, float) else type(argument)
 
 
 def _guarded(compiled: Callable[..., Any], plain: Callable[..., Any], key: Hashable) -> Callable[..., Any]:
@@ -68,4 +87,8 @@ def _errors() -> tuple[type[Exception], ...]:
     import torch._dynamo.exc
     import torch._inductor.exc
 
-    return torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError
+    return (
+        torch._dynamo.exc.TorchDynamoException,
+        torch._dynamo.exc.FailOnRecompileLimitHit,
+        torch._inductor.exc.InductorError,
+    )
