@@ -135,7 +135,18 @@ def judge(rows: list[Row], slopes: list[Row]) -> list[Row]:
             verdict |= {"measured": measured, "met": targets.standing(measured, must, aim)}
             verdict["where"] = {name: worst[name] for name in ("what", "n") if name in worst}
         judged.append(verdict)
+    for what in dict.fromkeys(row["what"] for row in rows if row["way"] == "matchkernel"):
+        worst = max((row for row in rows if (row["what"], row["way"]) == (what, "matchkernel")), key=_per_token)
+        judged.append(
+            {"line": f"peak MiB per 1,024 tokens, {what}", "must": None, "aim": None, "measured": _per_token(worst)}
+            | {"met": "told", "where": {"n": worst["n"]}}
+        )
     return judged
+
+
+def _per_token(row: Row) -> float:
+    value: float = row["mib_per_1024"]
+    return value
 
 
 def kept(renewed: list[str], section: str) -> list[Row]:
