@@ -1,4 +1,4 @@
-"""Peak memory of one step in a fresh process: O(n) where the fused engine runs, for every mask that promises it."""
+"""Peak memory of one step in a fresh process: O(n) where an engine streams, for every mask that promises it."""
 
 import subprocess
 import sys
@@ -8,6 +8,10 @@ import pytest
 SCRIPT = """
 import sys, torch
 import matchkernel as mk
+
+class Own(mk.MatchKernel):
+    def match(self, q, k):
+        return q @ k.mT / (1.0 + q.abs().sum(-1, keepdim=True))
 
 torch.set_num_threads(1)
 
@@ -59,3 +63,18 @@ def test_a_step_forms_no_table(setting: str, width: int, limit: float) -> None:
 
 def test_the_measure_sees_a_table_where_there_is_one() -> None:
     assert _peak("engine='reference'", n=2048) > TABLE / 4 * 2
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "kernel=mk.Additive(64, 2)",
+        "kernel=Own(), causal=True, mask=mask",
+        "kernel=mk.Gaussian(8.0), normalizer=mk.Sparsemax()",
+    ],
+)
+def test_tiles_hold_no_table(setting: str) -> None:
+    """Twice as many tokens, twice the memory, and what a tile takes: far below a table."""
+    short, long = (_peak(f"engine=mk.Tiled(compile=False), {setting}", n=n, width=8) for n in (2048, 4096))
+    assert long / short <= 2.3
+    assert long < 0.6 * TABLE, "the reference takes several"
