@@ -30,7 +30,9 @@ def _gaussian(q: list[float], k: list[float]) -> float:
 
 
 @pytest.mark.parametrize("limit", [0.5, 3.0, 50.0])
-@pytest.mark.parametrize(("kernel", "score"), [(mk.ScaledDot(), scaled_dot), (mk.Gaussian(), _gaussian)], ids=["dot", "gaussian"])
+@pytest.mark.parametrize(
+    ("kernel", "score"), [(mk.ScaledDot(), scaled_dot), (mk.Gaussian(), _gaussian)], ids=["dot", "gaussian"]
+)
 def test_a_capped_score_in_a_loop(kernel: mk.MatchKernel, score: Score, limit: float) -> None:
     q, k, v = inputs(d=4)
     out = mk.attend(4 * q, k, v, mk.Softcap(kernel, limit))
