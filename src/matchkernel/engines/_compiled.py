@@ -55,7 +55,8 @@ def _kind(argument: Any) -> Hashable:
         return type(argument), *(_kind(part) for part in argument)
     if argument is None or isinstance(argument, bool):
         return argument
-    return (float, argument == 1.0, argument == 0.0) if isinstance(argument, float) else type(argument)
+    numbers = (argument == 1.0, argument == 0.0) if isinstance(argument, float) else ()
+    return type(argument).__qualname__, *numbers
 
 
 def _guarded(compiled: Callable[..., Any], plain: Callable[..., Any], key: Hashable) -> Callable[..., Any]:

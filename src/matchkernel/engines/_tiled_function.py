@@ -87,7 +87,7 @@ class TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(job: Job, prepare: Prepare, *tensors: Any) -> tuple[Tensor, Tensor]:
-        return run(job, prepare, Operands.of(job, tensors))
+        return run(job, prepare, Operands.of(job, _detached(tensors)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -106,9 +106,15 @@ class TiledAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             result = again_densely(ctx.job, tuple(tensors), grad, grad_statistic, needed)
         else:
-            operands = Operands.of(ctx.job, tuple(tensors))
+            operands = Operands.of(ctx.job, _detached(tuple(tensors)))
+            out, statistic = out.detach(), statistic.detach()
             result = pull_back(ctx.job, ctx.prepare, operands, out, statistic, grad, grad_statistic, needed)
         return None, None, *result
+
+
+def _detached(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """No derivative is recorded here, and a compiler would build once more for tensors that ask for one."""
+    return tuple(None if x is None else x.detach() for x in tensors)
 
 
 def run(job: Job, prepare: Prepare, operands: Operands) -> tuple[Tensor, Tensor]:

@@ -118,7 +118,7 @@ class Tiled:
         like = q.new_empty(()).expand(*batch, place.queries, 1)
         factor, shift = normalizer.factor(visible, like), normalizer.shift(visible, like)
         with torch.no_grad():
-            own = kernel.tiles(query, key)
+            own = kernel.tiles(_bare(query), _bare(key))
         parameters = list(kernel.parameters()) if own is None or own.form.beside else []
         if not normalizer.online:
             own, parameters = None, list(Row(kernel, normalizer).parameters())
