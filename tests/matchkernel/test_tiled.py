@@ -531,3 +531,55 @@ def test_large_scores_stay_exact() -> None:
     for factor in (1e3, 1e-30):
         _agree((factor * q, k, v), KERNELS["scaled dot"], TILES["one head"], causal=True)
         _agree((factor * q, factor * k, v), KERNELS["laplacian"], TILES["one head"])
+
+
+class _Column(mk.MatchKernel):
+    """One score for all keys: the shape that broadcasting would hide."""
+
+    def match(self, q: Tensor, k: Tensor) -> Tensor:
+        return q.sum(-1, keepdim=True)
+
+
+class _Number(mk.MatchKernel):
+    def match(self, q: Tensor, k: Tensor) -> Any:
+        return 0.0
+
+
+TINY = mk.Tiled(queries=4, keys=3, compile=False)
+
+
+@pytest.mark.parametrize("engine", ["reference", TINY], ids=["reference", "tiled"])
+def test_what_a_match_returns_is_checked_by_every_engine(engine: Any) -> None:
+    q = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="_Column.match returned shape"):
+        mk.attend(q, q, q, _Column(), engine=engine)
+    with pytest.raises(TypeError, match="_Number.match returned float"):
+        mk.attend(q, q, q, _Number(), engine=engine)
+
+
+def test_a_gradient_that_would_be_lost_is_refused() -> None:
+    outside = torch.tensor(0.5, requires_grad=True)
+
+    class Closure(mk.MatchKernel):
+        def match(self, q: Tensor, k: Tensor) -> Tensor:
+            return outside * (q @ k.mT)
+
+    q = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="no parameter of the kernel"):
+        mk.attend(q, q, q, Closure(), engine=TINY)
+    mk.attend(q, q, q, Closure(), engine="reference").sum().backward()
+    assert outside.grad is not None and outside.grad.abs() > 0
+
+
+def test_a_mask_of_minus_infinity_forbids_whatever_the_score() -> None:
+    class Wild(mk.MatchKernel):
+        def match(self, q: Tensor, k: Tensor) -> Tensor:
+            scores = q @ k.mT
+            return torch.where(scores > 1.0, float("inf"), scores)
+
+    q = torch.randn(1, 9, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    bias = torch.where(q @ q.mT > 1.0, float("-inf"), 0.25)
+    bias[..., 0] = torch.where(bias[..., 0] == 0.25, 0.25, float("-inf"))
+    truth = mk.attend(q, q, q, Wild(), mask=bias, engine="reference")
+    assert truth.isfinite().all()
+    assert_close(mk.attend(q, q, q, Wild(), mask=bias, engine=TINY), truth)

@@ -12,6 +12,7 @@ from ..kernels.base import MatchKernel
 from ..kernels.encoding import Encoding, leaves
 from ..kernels.tiles import TileForm
 from ._encoding import rebuild
+from .problem import check_scores
 
 
 class _Match(nn.Module):
@@ -68,20 +69,21 @@ class MatchForm(TileForm):
 
 
 def heads_alike(kernel: MatchKernel, query: Encoding, key: Encoding, heads: int) -> bool:
-    """Whether `match` may be handed one head at a time: it holds no parameter or buffer, and a sample agrees.
+    """Try `match` on the first and last token of either; whether it may be handed one head at a time.
 
-    query and key are encodings (batch, heads | 1, tokens, ·). The sample is the first and the last token of either:
-    a match that tells heads apart without holding anything, by counting them, gives other scores for one than for all.
+    query and key are encodings (batch, heads, tokens, ·). It may when it holds no parameter or buffer, and the sample
+    agrees: a match that tells heads apart without holding anything, by counting them, gives other scores for one.
+    Raises what `check_scores` does, and ValueError where a gradient would be lost on the way.
     """
+    ends = [rebuild(x, [_ends(leaf) for leaf in leaves(x)]) for x in (query, key)]
+    together = _sampled(kernel, ends)
+    check_scores(together, kernel, (1, heads, *(leaves(x)[0].shape[-2] for x in ends)))
     if heads == 1:
         return True
-    if any(True for _ in kernel.parameters()) or any(True for _ in kernel.buffers()):
+    if together.dim() != 3 or any(True for _ in kernel.parameters()) or any(True for _ in kernel.buffers()):
         return False
-    ends = [rebuild(x, [_ends(leaf) for leaf in leaves(x)]) for x in (query, key)]
-    together = kernel.match(*ends)
     for head in range(heads):
-        one = [rebuild(x, [leaf if leaf.shape[0] == 1 else leaf[head : head + 1] for leaf in leaves(x)]) for x in ends]
-        alone = kernel.match(*one)
+        alone = kernel.match(*(rebuild(x, [leaf[head : head + 1] for leaf in leaves(x)]) for x in ends))
         if alone.shape != (1, *together.shape[-2:]):
             return False
         whole = together if together.shape[0] == 1 else together[head : head + 1]
@@ -90,6 +92,17 @@ def heads_alike(kernel: MatchKernel, query: Encoding, key: Encoding, heads: int)
     return True
 
 
+def _sampled(kernel: MatchKernel, ends: list[Encoding]) -> Tensor:
+    with torch.enable_grad():
+        scores = match(kernel, [x.detach() for x in kernel.parameters()], *ends)
+    if isinstance(scores, Tensor) and scores.requires_grad:
+        raise ValueError(
+            f"{type(kernel).__name__}.match uses a tensor that needs a gradient and is no parameter of the kernel, so "
+            'the gradient would be lost: make it an nn.Parameter of the kernel, or ask for engine="reference"'
+        )
+    return scores.detach() if isinstance(scores, Tensor) else scores
+
+
 def _ends(x: Tensor) -> Tensor:
-    """The first and the last token of x (batch, heads | 1, tokens, ·), of its first batch."""
-    return x[0, :, :: max(1, x.shape[2] - 1)]
+    """The first and the last token of x (batch, heads, tokens, ·), of its first batch."""
+    return x[0, :, :: max(1, x.shape[2] - 1)].detach()

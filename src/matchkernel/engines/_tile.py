@@ -33,7 +33,8 @@ def adjust(scores: Tensor, extras: Extras) -> Tensor:
     if isinstance(extras.factor, Tensor) or extras.factor != 1.0:
         scores = scores * extras.factor
     if extras.bias is not None:
-        scores = scores + extras.bias
+        # A score that is not finite must not come back from where a mask of numbers forbids it.
+        scores = torch.where(extras.bias == float("-inf"), float("-inf"), scores + extras.bias)
     if isinstance(extras.shift, Tensor) or extras.shift != 0.0:
         scores = scores + extras.shift
     if extras.allowed is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.base import MatchKernel
 from ..masks import Visibility
 from ..normalizers import Normalizer
-from ..shapes import split
+from ..shapes import broadcast, split
 
 
 @dataclass(frozen=True)
@@ -108,3 +108,14 @@ def product_flops(problem: Problem, pairs: int) -> int | None:
     """Two operations per pair and coordinate, for the scores and for the weighted sum."""
     per_pair = problem.kernel.flops_per_pair(problem.q.shape[-1], problem.k.shape[-1])
     return None if per_pair is None else pairs * (per_pair + 2 * problem.v.shape[-1])
+
+
+def check_scores(scores: object, kernel: MatchKernel, expected: tuple[int, ...]) -> None:
+    """What a kernel's match returned is a floating-point table with a row per query and a column per key."""
+    owner = f"{type(kernel).__name__}.match"
+    if not isinstance(scores, Tensor):
+        raise TypeError(f"{owner} returned {type(scores).__name__}, expected a tensor of scores")
+    if not scores.is_floating_point():
+        raise TypeError(f"{owner} returned scores of {scores.dtype}, expected floating point")
+    if scores.shape[-2:] != expected[-2:] or broadcast(scores.shape, torch.Size(expected)) != expected:
+        raise ValueError(f"{owner} returned shape {tuple(scores.shape)}, expected {expected}")

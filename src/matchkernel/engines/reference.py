@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..shapes import broadcast
-from .problem import Cost, Problem, product_flops, traffic
+from .problem import Cost, Problem, check_scores, product_flops, traffic
 
 
 class Reference:
@@ -31,7 +30,7 @@ class Reference:
             k, v = (x.repeat_interleave(problem.groups, dim=-3) for x in (k, v))
         place = problem.visibility
         scores = problem.kernel(q, k, place.query_position, place.key_position)
-        _check_scores(scores, problem)
+        check_scores(scores, problem.kernel, (*problem.batch, place.queries, place.keys))
         return scores, v
 
     def masked_scores(self, problem: Problem) -> Tensor:
@@ -81,16 +80,3 @@ class Reference:
 
     def reason(self, problem: Problem) -> str:
         return "the whole n × m table, in plain operations"
-
-
-def _check_scores(scores: object, problem: Problem) -> None:
-    """What a kernel's match returned is a floating-point table with a row per query and a column per key."""
-    owner = f"{type(problem.kernel).__name__}.match"
-    if not isinstance(scores, Tensor):
-        raise TypeError(f"{owner} returned {type(scores).__name__}, expected a tensor of scores")
-    if not scores.is_floating_point():
-        raise TypeError(f"{owner} returned scores of {scores.dtype}, expected floating point")
-    place = problem.visibility
-    expected = (*problem.batch, place.queries, place.keys)
-    if scores.shape[-2:] != expected[-2:] or broadcast(scores.shape, torch.Size(expected)) != expected:
-        raise ValueError(f"{owner} returned shape {tuple(scores.shape)}, expected {expected}")

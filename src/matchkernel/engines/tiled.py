@@ -125,7 +125,7 @@ class Tiled:
         bounds = limits(place)
         compiles = self.compiles(problem)
         with torch.no_grad():
-            alike = own is not None or (normalizer.online and heads_alike(kernel, query, key, heads))
+            alike = own is not None or (heads_alike(kernel, query, key, heads) and normalizer.online)
         rows, keys, together = self._sizes(problem, alike, heads)
         # A parameter in a wider type makes the scores, and with them all that follows, as wide.
         wide = _widest(wide, *parameters)

@@ -22,7 +22,9 @@ class Gaussian(DotKernel):
     q (…, n, d), k (…, m, d) → scores (…, n, m), at most 0. `bandwidth` σ > 0, in the inputs' unit, is a number (default
     1), a tensor with one entry per head, or an `nn.Parameter`. An inner product with one more coordinate, so it runs
     fused; a softmax does not see the last term. For keys of one length it is `Dot` over σ². Both inputs are moved so
-    that the first key is the origin, and the coordinate that holds the norm keeps its digits in half precision.
+    that the first key is the origin, and the coordinate that holds the norm keeps its digits in half precision. One
+    origin serves one place: in a half type, data in groups many bandwidths apart lose digits away from the first key
+    on the fused engine; `Tiled` and the reference compute in float32 and do not.
     2nm(d + 1) operations, and a few passes over q and k. ValueError for a bandwidth that is not above zero.
     e^{q·k/σ²} is positive definite as `Dot` is, and a factor f(q) f(k) keeps it so. For Σᵢ cᵢ = 0 the norms drop out of
     Σᵢⱼ cᵢ cⱼ s(xᵢ, xⱼ) = |Σᵢ cᵢ xᵢ|²/σ² ≥ 0, so s is conditionally positive definite, and no more: s(x, x) = 0.
