@@ -226,18 +226,22 @@ def _choose(problem: Problem, engine: str | Engine) -> tuple[Engine, list[str]]:
             if refusal is None:
                 return candidate, refusals
             refusals.append(f"not {candidate.name} ({refusal})")
-    if isinstance(engine, str):
-        if engine not in _BY_NAME:
-            raise ValueError(f'engine={engine!r}: expected "auto" or one of {", ".join(map(repr, _BY_NAME))}')
-        chosen, how = _BY_NAME[engine], "asked for by name"
-    elif isinstance(engine, Engine):
-        chosen, how = engine, "asked for"
-    else:
-        raise TypeError(f"engine: expected a name or an engine such as mk.Tiled(queries=128), got {engine!r}")
+    check_engine(engine)
+    chosen, how = (_BY_NAME[engine], "asked for by name") if isinstance(engine, str) else (engine, "asked for")
     refusal = chosen.refuse(problem)
     if refusal is not None:
         raise ValueError(f"engine={engine!r} cannot run this call: {refusal}")
     return chosen, [how]
+
+
+def check_engine(engine: object) -> None:
+    """Raise unless `engine` is what the argument of that name takes."""
+    if isinstance(engine, str):
+        if engine != "auto" and engine not in _BY_NAME:
+            raise ValueError(f'engine={engine!r}: expected "auto" or one of {", ".join(map(repr, _BY_NAME))}')
+    elif isinstance(engine, type) or not isinstance(engine, Engine):
+        hint = "; it is a class, so add parentheses" if isinstance(engine, type) else ""
+        raise TypeError(f"engine: expected a name or an engine such as mk.Tiled(queries=128), got {engine!r}{hint}")
 
 
 def _short(count: float, base: int) -> str:

@@ -551,9 +551,9 @@ TINY = mk.Tiled(queries=4, keys=3, compile=False)
 @pytest.mark.parametrize("engine", ["reference", TINY], ids=["reference", "tiled"])
 def test_what_a_match_returns_is_checked_by_every_engine(engine: Any) -> None:
     q = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match="_Column.match returned shape"):
+    with pytest.raises(ValueError, match=r"_Column\.match returned shape"):
         mk.attend(q, q, q, _Column(), engine=engine)
-    with pytest.raises(TypeError, match="_Number.match returned float"):
+    with pytest.raises(TypeError, match=r"_Number\.match returned float"):
         mk.attend(q, q, q, _Number(), engine=engine)
 
 
@@ -583,3 +583,39 @@ def test_a_mask_of_minus_infinity_forbids_whatever_the_score() -> None:
     truth = mk.attend(q, q, q, Wild(), mask=bias, engine="reference")
     assert truth.isfinite().all()
     assert_close(mk.attend(q, q, q, Wild(), mask=bias, engine=TINY), truth)
+
+
+def test_a_table_that_lies_on_its_side_is_told_on_square_tiles() -> None:
+    class Swapped(mk.MatchKernel):
+        def match(self, q: Tensor, k: Tensor) -> Tensor:
+            return k @ q.mT
+
+    q, k = draw(2, 4, 32, 8, seed=1), draw(2, 4, 32, 8, seed=2)
+    with pytest.raises(ValueError, match=r"Swapped\.match returned shape"):
+        mk.attend(q, k, k, Swapped(), engine=mk.Tiled(queries=16, keys=16, compile=False))
+
+
+def test_what_a_function_of_products_learns_may_differ_between_heads() -> None:
+    class Scaled(mk.ProductKernel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.nn.Parameter(torch.tensor([0.5, 2.0])[:, None, None])
+
+        def combine(self, product: Tensor, query_square: Tensor, key_square: Tensor) -> Tensor:
+            return self.factor * product
+
+    kernel = Scaled().double()
+    q, k, v = inputs(2, 2, n=9, m=7)
+    ours = mk.attend(q, k, v, kernel, engine=TINY)
+    per_head = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    assert_close(ours, mk.attend(q, k, v, per_head * mk.Dot(), engine="reference"))
+
+
+def test_forms_that_cannot_be_overridden_say_so() -> None:
+    with pytest.raises(TypeError, match="combine"):
+        type("Own", (mk.ProductKernel,), {"match": lambda self, q, k: q @ k.mT})
+    with pytest.raises(TypeError, match=r"scale\(width\)"):
+        type("Own", (mk.DotKernel,), {"scale": 0.25})
+    q = draw(3, 4)
+    with pytest.raises(TypeError, match="it is a class, so add parentheses"):
+        mk.attend(q, q, q, engine=mk.Tiled)  # type: ignore[arg-type]

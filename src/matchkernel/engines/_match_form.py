@@ -69,13 +69,14 @@ class MatchForm(TileForm):
 
 
 def heads_alike(kernel: MatchKernel, query: Encoding, key: Encoding, heads: int) -> bool:
-    """Try `match` on the first and last token of either; whether it may be handed one head at a time.
+    """Try `match` on a few tokens of either; whether it may be handed one head at a time.
 
     query and key are encodings (batch, heads, tokens, ·). It may when it holds no parameter or buffer, and the sample
     agrees: a match that tells heads apart without holding anything, by counting them, gives other scores for one.
     Raises what `check_scores` does, and ValueError where a gradient would be lost on the way.
     """
-    ends = [rebuild(x, [_ends(leaf) for leaf in leaves(x)]) for x in (query, key)]
+    # Unequal numbers, where there are as many: a table that lies on its side shows.
+    ends = [rebuild(x, [_few(leaf, most) for leaf in leaves(x)]) for x, most in ((query, 2), (key, 3))]
     together = _sampled(kernel, ends)
     check_scores(together, kernel, (1, heads, *(leaves(x)[0].shape[-2] for x in ends)))
     if heads == 1:
@@ -103,6 +104,8 @@ def _sampled(kernel: MatchKernel, ends: list[Encoding]) -> Tensor:
     return scores.detach() if isinstance(scores, Tensor) else scores
 
 
-def _ends(x: Tensor) -> Tensor:
-    """The first and the last token of x (batch, heads, tokens, ·), of its first batch."""
-    return x[0, :, :: max(1, x.shape[2] - 1)].detach()
+def _few(x: Tensor, most: int) -> Tensor:
+    """`most` tokens of x (batch, heads, tokens, ·) from its first batch, the first and the last among them, or one."""
+    tokens = x.shape[2]
+    chosen = [i * (tokens - 1) // (most - 1) for i in range(most)] if tokens >= most else [0]
+    return x[0][:, chosen].detach()

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import attend, weights
+from ..attention import attend, check_engine, weights
+from ..engines import Engine
 from ..kernels import Dot, MatchKernel, ScaledDot, Softcap
 from ..normalizers import Normalizer, SinkSoftmax
 
@@ -33,7 +34,7 @@ def register(
     kernel: Kernels | None = None,
     *,
     normalizer: Normalizer | None = None,
-    engine: str = "auto",
+    engine: str | Engine = "auto",
 ) -> None:
     """Make `name` an attention implementation of transformers that runs on a match kernel.
 
@@ -76,13 +77,14 @@ def register(
     _check_kernels(kernel)
     if normalizer is not None and not isinstance(normalizer, Normalizer):
         raise TypeError(f"normalizer: expected a Normalizer, got {normalizer!r}")
+    check_engine(engine)
     AttentionInterface.register(name, _attention(name, kernel, normalizer, engine))
     AttentionMaskInterface.register(name, _mask)
     _OURS.add(name)
 
 
 def _attention(
-    name: str, kernels: Kernels | None, normalizer: Normalizer | None, engine: str
+    name: str, kernels: Kernels | None, normalizer: Normalizer | None, engine: str | Engine
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     def attention(
         module: nn.Module,

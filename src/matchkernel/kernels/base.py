@@ -134,12 +134,15 @@ class DotKernel(MatchKernel):
 
     s_ij = scale · ⟨encode_query(q_i), encode_key(k_j)⟩ + query_term(q_i)
 
-    The whole kernel is in the encoders. `scale` is a plain number, which fused kernels apply for nothing. `query_term`
-    holds what depends on the query alone: a softmax over the keys cannot see it, so it is added only where it is seen.
+    The whole kernel is in the encoders. `scale(width)` returns a plain number, which fused kernels apply for nothing.
+    `query_term` holds what depends on the query alone: a softmax over the keys cannot see it, so it is added only where
+    it is seen.
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        if not callable(cls.__dict__.get("scale", cls.scale)):
+            raise TypeError(f"{cls.__name__}.scale: expected a method scale(width) that returns a number")
         if "match" in cls.__dict__:
             # A fused kernel never calls it, so the scores would depend on who computes them.
             raise TypeError(

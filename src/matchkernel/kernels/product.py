@@ -24,9 +24,19 @@ class ProductKernel(MatchKernel):
             def combine(self, product, query_square, key_square):
                 return -torch.log1p((query_square + key_square - 2 * product).clamp_min(0))
 
-    What it learns must be numbers that all heads share. A kernel that declares `translation_invariant` has its inputs
-    moved near the origin first, so that distances keep their digits. 2nmd operations, and those of `combine`.
+    What it learns should be numbers that all heads share; with anything larger it streams as a `match` of one's own
+    does (`per_head * kernel` is the way to a factor for each head). A kernel that declares `translation_invariant` has
+    its inputs moved near the origin first, so that distances keep their digits. 2nmd operations, and those of
+    `combine`.
     """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "match" in cls.__dict__:
+            raise TypeError(
+                f"{cls.__name__} is a ProductKernel, whose match is made from combine(product, query_square, "
+                "key_square): write that, or subclass MatchKernel to write another match"
+            )
 
     def combine(self, product: Tensor, query_square: Tensor, key_square: Tensor) -> Tensor:
         """Scores (…, n, m), from q·k (…, n, m), |q|² (…, n, 1) and |k|² (…, 1, m); each entry from its own three."""
@@ -43,5 +53,7 @@ class ProductKernel(MatchKernel):
         (x, of_query), (y, of_key) = leaves(q), leaves(k)
         return self.combine(x @ y.mT, of_query, of_key.mT)
 
-    def tiles(self, q: Encoding, k: Encoding) -> Tiles:
+    def tiles(self, q: Encoding, k: Encoding) -> Tiles | None:
+        if any(x.numel() > 1 for x in (*self.parameters(), *self.buffers())):
+            return None
         return Tiles(CombineForm(self), q, k)
