@@ -37,7 +37,7 @@ class Own(mk.MatchKernel):
         return -self.level * torch.log1p(self.steep * mk.squared_distance(q, k))
 
 
-class InFront(Own):
+class LeadingOne(Own):
     """Its parameter has a dimension for the batch."""
 
     def match(self, q: Tensor, k: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _kernels() -> dict[str, mk.MatchKernel]:
         "multiple": _learned(0.7, -1.2) * (mk.Additive(4, 4, generator=g) + 0.5 * mk.Laplacian(2.0)),
         "sum of everything": mk.Softcap(0.3 * mk.RationalQuadratic(), 2.0) + mk.ScaledDot() + Own(),
         "own": Own(),
-        "own, in front": InFront(),
+        "own, in front": LeadingOne(),
         "table": Table(),
         "relative bias": mk.ScaledDot() + mk.RelativeBias(2, 8, 6, generator=g),
         "mixture": mk.mixture(mk.Dot(), mk.Gaussian(), log_weights=_learned(0.1, -0.4)),
