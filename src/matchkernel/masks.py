@@ -37,14 +37,19 @@ class Visibility:
         """Whether positions decide anything."""
         return self.causal or self.window is not None
 
+    @property
+    def _sides(self) -> Window:
+        """How far before and after its own position a query may attend, causal order included; None for no limit."""
+        left, right = (None, None) if self.window is None else self.window
+        return left, 0 if self.causal and (right is None or right > 0) else right
+
     @lazy
     def by_position(self) -> Tensor | None:
         """Permitted by causal order and window, (…, n, m)."""
         if not self.ordered:
             return None
         query, key = self.query_position.unsqueeze(-1), self.key_position.unsqueeze(-2)
-        left, right = (None, None) if self.window is None else self.window
-        right = 0 if self.causal and (right is None or right > 0) else right
+        left, right = self._sides
         # Compared as they are: a table of differences would be eight times as large as the answer.
         not_too_early = None if left is None else key >= query - left
         if right is None:
@@ -90,6 +95,11 @@ class Visibility:
             counts = keys.expand(*keys.shape[:-1], self.keys).cumsum(-1).reshape(*keys.shape[:-2], self.keys)
             before = torch.nn.functional.pad(counts, (1, 0))
             return before.index_select(-1, (self.query_position + 1).clamp_min(0)).unsqueeze(-1)
+        if self.mask is None and self.aligned and self.ordered:
+            left, right = self._sides
+            first = 0 if left is None else (self.query_position - left).clamp_min(0)
+            last = self.keys - 1 if right is None else (self.query_position + right).clamp_max(self.keys - 1)
+            return torch.as_tensor(last - first + 1).clamp_min(0).expand(self.queries).unsqueeze(-1)
         if self.allowed is None:
             return torch.tensor([[self.keys]], device=self.query_position.device)
         return self.allowed.expand(*self.allowed.shape[:-1], self.keys).sum(-1, keepdim=True)
@@ -99,7 +109,8 @@ class Visibility:
         """Queries with at least one permitted key, (…, n | 1); None when that is all of them."""
         if self.keys == 0:
             return torch.zeros(1, dtype=torch.bool, device=self.query_position.device)
-        if self.mask is None and (not self.ordered or (self.plain_causal and self.queries <= self.keys)):
+        if self.mask is None and (not self.ordered or (self.aligned and self.queries <= self.keys)):
+            # In line with the keys, each query stands on one, which no window and no order forbids it.
             return None
         return self.visible.squeeze(-1) > 0
 
@@ -111,6 +122,11 @@ class Visibility:
         if self.by_key and (self.plain_causal or not self.ordered):
             # The last query sees every key that the mask permits, causal or not.
             return None if self.by_mask is None else self.by_mask.squeeze(-2)
+        if self.mask is None and self.aligned and self.queries <= self.keys:
+            # Queries stand on the last keys: what lies further back than the first one's window is out of sight.
+            left, _ = self._sides
+            hidden = 0 if left is None else self.keys - self.queries - left
+            return None if hidden <= 0 else self.key_position >= hidden
         return None if self.allowed is None else self.allowed.any(-2)
 
 

@@ -283,3 +283,20 @@ def test_more_queries_than_keys_under_causal_order() -> None:
         out = mk.attend(q, k, v, causal=True, engine=engine)
         assert torch.equal(out[:, :4], torch.zeros_like(out[:, :4]))
         assert_close(out[:, 4], v[:, 0])
+
+
+@pytest.mark.parametrize("window", [None, (0, 0), (2, 1), (3, None), (None, 2), (40, 40), (1, 30)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n", "m"), [(7, 7), (3, 9), (9, 3), (1, 5), (5, 1)])
+def test_what_windows_leave_is_counted_without_a_table(
+    n: int, m: int, causal: bool, window: tuple[int | None, int | None] | None
+) -> None:
+    place = masks.Visibility(
+        n, m, None, causal, window, torch.arange(m - n, m), torch.arange(m), aligned=True
+    )
+    table = torch.ones(n, m, dtype=torch.bool) if place.by_position is None else place.by_position
+    assert torch.equal(place.visible.expand(n, 1), table.sum(-1, keepdim=True))
+    sees = torch.ones(n, dtype=torch.bool) if place.query_sees is None else place.query_sees
+    seen = torch.ones(m, dtype=torch.bool) if place.key_seen is None else place.key_seen
+    assert torch.equal(sees.expand(n), table.any(-1))
+    assert torch.equal(seen.expand(m), table.any(-2))
