@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import measure, store
+from harness import measure, step, store
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import matchkernel as mk
@@ -24,18 +24,6 @@ LENGTHS = {1024: 31, 2048: 13, 4096: 5}
 
 def draw(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator).requires_grad_()
-
-
-def step(call: Callable[[], Tensor], leaves: list[Tensor], upstream: Tensor, backward: bool) -> Callable[[], object]:
-    """The call alone without a graph, or the call and its gradients."""
-    if backward:
-        return lambda: torch.autograd.grad(call(), leaves, upstream)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return call()
-
-    return forward
 
 
 def compare(n: int, repeats: int, causal: bool, backward: bool) -> list[dict[str, Any]]:

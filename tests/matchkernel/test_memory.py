@@ -1,5 +1,6 @@
 """Peak memory of one step in a fresh process: O(n) where an engine streams, for every mask that promises it."""
 
+import os
 import subprocess
 import sys
 
@@ -43,7 +44,11 @@ TABLE = 2 * 4096 * 4096 * 4 / 2**20
 
 def _peak(setting: str, n: int = 4096, width: int = 64) -> float:
     script = SCRIPT.format(setting=setting, n=n, width=width)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    # Freed memory goes back at once: what the allocator keeps for later is not what a step holds.
+    given_back = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ | given_back
+    )
     return float(done.stdout)
 
 
@@ -77,4 +82,4 @@ def test_tiles_hold_no_table(setting: str) -> None:
     """Twice as many tokens, twice the memory, and what a tile takes: far below a table."""
     short, long = (_peak(f"engine=mk.Tiled(compile=False), {setting}", n=n, width=8) for n in (2048, 4096))
     assert long / short <= 2.3
-    assert long < 0.6 * TABLE, "the reference takes several"
+    assert long < TABLE / 2, "the reference takes several"
