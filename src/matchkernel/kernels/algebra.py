@@ -7,8 +7,8 @@ from torch import Tensor
 from .base import DotKernel, Fact, MatchKernel, Parts, ScoreFact, concatenate
 from .encoding import Encoding
 from .tiles import Tiles
-from .values import HeadValue, as_column, as_factor, hold, show
-from .wrap_tiles import TimesForm, added, beside
+from .values import HeadValue, as_factor, as_number, hold, show
+from .wrap_tiles import TimesForm, added, around, beside, carrying
 
 
 def add(a: MatchKernel, b: MatchKernel) -> MatchKernel:
@@ -102,22 +102,14 @@ class ScaledKernel(MatchKernel):
         self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
     ) -> tuple[Encoding, Encoding]:
         query, key = self.kernel.encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
-        return (query, as_column(self.factor, q)) if isinstance(self.factor, Tensor) else query, key
+        return carrying(query, self.factor, q), key
 
     def match(self, q: Encoding, k: Encoding) -> Tensor:
-        own, factor = beside(q, self._number)
+        own, factor = beside(q, as_number(self.factor))
         return factor * self.kernel.match(own, k)
 
     def tiles(self, q: Encoding, k: Encoding) -> Tiles | None:
-        inner = self.kernel.tiles(beside(q, self._number)[0], k)
-        if inner is None or inner.form.beside:
-            return None
-        query = inner.query if self._number is not None else (inner.query, q[1])
-        return Tiles(TimesForm(inner.form, self._number), query, inner.key)
-
-    @property
-    def _number(self) -> float | None:
-        return None if isinstance(self.factor, Tensor) else self.factor
+        return around(self.kernel, q, k, as_number(self.factor), TimesForm)
 
     def under_causal_order(self) -> MatchKernel:
         kernel = self.kernel.under_causal_order()

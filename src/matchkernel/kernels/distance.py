@@ -10,8 +10,8 @@ from .distance_tiles import AbsoluteForm, LogarithmForm
 from .encoding import Encoding, leaves
 from .pairs import anchored, lifted
 from .tiles import Tiles
-from .values import HeadValue, as_column, as_factor, hold, show
-from .wrap_tiles import TimesForm, beside
+from .values import HeadValue, as_column, as_factor, as_number, hold, show
+from .wrap_tiles import TimesForm, beside, carrying
 
 
 class Gaussian(DotKernel):
@@ -109,7 +109,7 @@ class Laplacian(MatchKernel):
 
     def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
         """The query; beside it one over the bandwidth, where heads may differ in it."""
-        return q if not isinstance(self.bandwidth, Tensor) else (q, as_column(1.0 / self.bandwidth, q))
+        return carrying(q, 1.0 / self.bandwidth, q)
 
     def match(self, q: Encoding, k: Encoding) -> Tensor:
         own, precision = beside(q, self._precision)
@@ -121,7 +121,7 @@ class Laplacian(MatchKernel):
 
     @property
     def _precision(self) -> float | None:
-        return None if isinstance(self.bandwidth, Tensor) else 1.0 / self.bandwidth
+        return as_number(1.0 / self.bandwidth)
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int:
         """A difference, its absolute value and a sum for each coordinate; the division."""

@@ -61,6 +61,11 @@ def as_column(value: HeadValue, like: Tensor) -> Tensor:
     return column.expand(*like.shape[:-1], 1)
 
 
+def as_number(value: HeadValue) -> float | None:
+    """`value` where it is a number, None where it is a tensor and rides beside the query."""
+    return None if isinstance(value, Tensor) else value
+
+
 def show(value: HeadValue) -> str:
     """How a value reads in a kernel's repr."""
     if not isinstance(value, Tensor):

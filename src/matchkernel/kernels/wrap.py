@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from .base import Fact, MatchKernel
 from .encoding import Encoding
 from .tiles import Tiles
-from .values import HeadValue, as_column, hold, show
-from .wrap_tiles import LimitForm, beside
+from .values import HeadValue, as_number, hold, show
+from .wrap_tiles import LimitForm, around, beside, carrying
 
 
 class Softcap(MatchKernel):
@@ -46,22 +46,14 @@ class Softcap(MatchKernel):
     ) -> tuple[Encoding, Encoding]:
         # tanh sees what a softmax would not: a term of the query alone counts.
         query, key = self.kernel.encode(q, k, query_position, key_position, up_to_row_shift=False)
-        return (query, as_column(self.limit, q)) if isinstance(self.limit, Tensor) else query, key
+        return carrying(query, self.limit, q), key
 
     def match(self, q: Encoding, k: Encoding) -> Tensor:
-        own, limit = beside(q, self._number)
+        own, limit = beside(q, as_number(self.limit))
         return limit * torch.tanh(self.kernel.match(own, k) / limit)
 
     def tiles(self, q: Encoding, k: Encoding) -> Tiles | None:
-        inner = self.kernel.tiles(beside(q, self._number)[0], k)
-        if inner is None or inner.form.beside:
-            return None
-        query = inner.query if self._number is not None else (inner.query, q[1])
-        return Tiles(LimitForm(inner.form, self._number), query, inner.key)
-
-    @property
-    def _number(self) -> float | None:
-        return None if isinstance(self.limit, Tensor) else self.limit
+        return around(self.kernel, q, k, as_number(self.limit), LimitForm)
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int | None:
         """A quotient, a tanh and a product on top of the kernel's."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from .encoding import Encoding
 from .tiles import TileForm, Tiles
+from .values import HeadValue, as_column
+
+if TYPE_CHECKING:
+    from .base import MatchKernel
 
 
 def added(a: Tiles | None, b: Tiles | None) -> Tiles | None:
@@ -76,6 +83,26 @@ class LimitForm(TileForm):
         if self.limit is not None:
             return of_query, of_key
         return (of_query, (grad * (bent - ratio * steep)).sum(-1, keepdim=True)), of_key
+
+
+def carrying(query: Encoding, value: HeadValue, q: Tensor) -> Encoding:
+    """A query's encoding, with a column for `value` beside it unless that is a number; `beside` takes it apart."""
+    return (query, as_column(value, q)) if isinstance(value, Tensor) else query
+
+
+def around(
+    kernel: MatchKernel,
+    q: Encoding,
+    k: Encoding,
+    number: float | None,
+    form: Callable[[TileForm, float | None], TileForm],
+) -> Tiles | None:
+    """The tiles of a kernel made from one other and a value; None where that other has none."""
+    inner = kernel.tiles(beside(q, number)[0], k)
+    if inner is None or inner.form.beside:
+        return None
+    query = inner.query if number is not None else (inner.query, q[1])
+    return Tiles(form(inner.form, number), query, inner.key)
 
 
 def beside(query: Encoding, number: float | None) -> tuple[Encoding, Tensor | float]:
