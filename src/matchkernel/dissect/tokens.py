@@ -5,15 +5,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# Thai, Lao, Burmese, Khmer, kana, Chinese characters: written without spaces, so that a word has no edge to look for.
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+UNSPACED += "\U00020000-\U000323af"
+SPACED_LETTER = rf"[^\W{UNSPACED}]"
+
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The pieces of one text, the model's own marks included (BERT: [CLS] first, [SEP] last).
+    """The pieces of one text, the model's own marks included (BERT: [CLS] first, [SEP] last; XLM-R: <s> and </s>).
 
     Attributes:
         source: the text itself.
         ids: (n,) int64, the pieces' numbers in the vocabulary.
-        text: the n pieces as strings; a piece that continues a word begins with ``##``.
+        text: the n pieces as strings. In BERT a piece that continues a word begins with ``##``; in XLM-R a piece that
+            begins a word after a space begins with ``▁``.
         spans: for each piece the (start, end) characters of `source` that it came from; (0, 0) for a mark.
     """
 
@@ -31,7 +37,8 @@ class Tokens:
     def find_all(self, words: str) -> list[list[int]]:
         """Positions of the pieces of every occurrence of a word, a phrase or a mark such as "[CLS]".
 
-        Whole words only, upper and lower case alike. An empty list when there is none.
+        Whole words only, upper and lower case alike; in a script that is written without spaces, such as Chinese, any
+        run of characters is a word. An empty list when there is none.
         """
         marks = [
             [i]
@@ -41,8 +48,9 @@ class Tokens:
         phrase = words.strip()
         if marks or not phrase:
             return marks
-        # \b asks for a letter on one side, so it is put only where the phrase itself has one.
-        before, after = (r"\b" if re.match(r"\w", edge) else "" for edge in (phrase[0], phrase[-1]))
+        # A word ends where no other letter follows its last letter; a comma or a Chinese character ends anywhere.
+        before = f"(?<!{SPACED_LETTER})" if re.match(SPACED_LETTER, phrase[0]) else ""
+        after = f"(?!{SPACED_LETTER})" if re.match(SPACED_LETTER, phrase[-1]) else ""
         whole = re.compile(before + re.escape(phrase) + after, re.IGNORECASE)
         return [
             [i for i, (start, end) in enumerate(self.spans) if start < hit.end() and end > hit.start()]

@@ -1,6 +1,9 @@
 """Words and phrases are found among the pieces."""
 
 import pytest
+import torch
+
+from matchkernel.dissect import Tokens
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +52,30 @@ def test_what_is_not_there_is_an_error_that_shows_the_pieces(tokens, words, occu
         ValueError, match=rf"occurs \d times in the text, so there is no occurrence {occurrence}.*'server'"
     ):
         tokens.find(words, occurrence)
+
+
+def by_character(source):
+    """A text whose pieces are its characters, between two marks."""
+    spans = [(0, 0), *((i, i + 1) for i in range(len(source))), (0, 0)]
+    return Tokens(source, torch.zeros(len(spans), dtype=torch.int64), ["<s>", *source, "</s>"], spans)
+
+
+def test_a_chinese_word_is_found_inside_a_run_of_characters():
+    source = "因为服务器过载，系统响应变慢，最终导致请求超时。"
+    tokens = by_character(source)
+    for word in ("因为", "过载", "响应变慢", "超时", "导致请求", "时。"):
+        assert tokens.find_all(word) == [[source.index(word) + 1 + i for i in range(len(word))]]
+    assert tokens.find_all("载过") == []
+
+
+def test_a_script_without_spaces_ends_a_word_of_one_with_spaces():
+    source = "GPU过载，serverの応答と GPU2 café𠀀x"
+    tokens = by_character(source)
+
+    def place(word):
+        return list(range(source.index(word) + 1, source.index(word) + 1 + len(word)))
+
+    for word in ("GPU", "GPU过", "server", "の応", "café", "𠀀x", "𠀀", "x"):
+        assert tokens.find_all(word) == [place(word)]
+    for part in ("caf", "PU过", "erver", "GP"):
+        assert tokens.find_all(part) == []
