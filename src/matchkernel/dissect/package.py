@@ -16,14 +16,20 @@ class ModelFileError(RuntimeError):
     """A model's file is absent or is not byte for byte the one its loader was written for."""
 
 
-def import_reader(module: str) -> ModuleType:
-    """Import a library that reads model files, such as ``safetensors.torch``; only the loaders need them."""
+def import_reader(module: str, install: str) -> ModuleType:
+    """Import a library that reads model files, such as ``safetensors.torch``; only the loaders need them.
+
+    Args:
+        module: the module to import.
+        install: the shell command that installs all that the model is read with, for the error message.
+
+    Raises:
+        ModelMissingError: the library is not installed.
+    """
     top = module.partition(".")[0]
     if importlib.util.find_spec(top) is None:
         raise ModelMissingError(
-            f"opening a trained model needs the package {top!r}, which is not installed: "
-            "run  pip install safetensors tokenizers",
-            name=top,
+            f"opening this model needs the package {top!r}, which is not installed: run  {install}", name=top
         )
     return importlib.import_module(module)
 
