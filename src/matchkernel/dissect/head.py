@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Rotary
+from .form import Form, form
 
 
 class ScoreTerms(NamedTuple):
@@ -68,6 +69,10 @@ class Head:
         With a rotation it is the form between tokens at the same position.
         """
         return self.W_Q @ self.W_K.T
+
+    def form(self, offset: int = 0) -> Form:
+        """M by what does not depend on the basis inside the head: spectrum, symmetry, rank. See `form.form`."""
+        return form(self, offset)
 
     def query(self, x: Tensor) -> Tensor:
         """x W_Q + b_Q: (…, n, d_model) → (…, n, d_head), before any rotation."""
