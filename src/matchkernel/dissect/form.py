@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,7 +32,7 @@ MEASURES = (
 class Form:
     """A head's bilinear form M = W_Q W_Kᵀ, known by what survives a change of basis inside the head.
 
-    M x·x' is all that the scores see of W_Q and W_K apart from the biases: W_Q A and W_K A⁻ᵀ, for any invertible A, are
+    x M x'ᵀ is all that a score sees of W_Q and W_K, apart from the biases: W_Q A and W_K A⁻ᵀ, for any invertible A, are
     the same head. Of a rotary head, M at an offset Δ = j − i is W_Q R_Δ W_Kᵀ, and there is one for each offset.
     M is taken without the head's scale 1/√d_head, which changes norm, trace and eigenvalues by a factor and no share.
 
@@ -241,9 +242,9 @@ def _form(left: Tensor, right: Tensor, b_q: Tensor, b_k: Tensor, stored: torch.d
     # the eigenvalues of its symmetric part.
     small_left, small_right = torch.linalg.qr(torch.cat([left, right], -1))[1].split(width, -1)
     core = small_left @ small_right.mT
+    if not 0 < float(core.abs().max()) < math.inf:
+        raise ValueError("the form is zero or not finite: W_Q W_Kᵀ needs finite entries, and one other than 0")
     singular = torch.linalg.svdvals(core)[: min(width, left.shape[0])]
-    if not singular[0] > 0:
-        raise ValueError("the form is zero or not a number: W_Q W_Kᵀ must have an entry other than 0")
     least = max(left.shape) * torch.finfo(stored).eps
     return Form(
         singular_values=singular,
