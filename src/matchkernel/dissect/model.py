@@ -108,7 +108,8 @@ class Model(nn.Module, ABC):
         if not len(tokens):
             raise ValueError(f"the text is empty; {self.size.name} reads at least one token")
         if len(tokens) > self.size.positions:
-            marks = [piece for piece, (start, end) in zip(tokens.text, tokens.spans, strict=True) if start == end]
+            ends = zip(tokens.text[:: len(tokens) - 1], tokens.spans[:: len(tokens) - 1], strict=True)
+            marks = [piece for piece, (start, end) in ends if start == end]
             included = f", {' and '.join(marks)} included" if marks else ""
             raise ValueError(
                 f"the text has {len(tokens)} tokens{included}; {self.size.name} has {self.size.positions} positions"
