@@ -1,19 +1,15 @@
 """How far a change carries a model from what it was: sentence vectors, and the loss of the next token."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .decoder import Decoder
+from .encoder import Encoder
 from .tokens import Tokens
-
-if TYPE_CHECKING:
-    from .decoder import Decoder
-    from .encoder import Encoder
 
 
 class EmbeddingShift(NamedTuple):

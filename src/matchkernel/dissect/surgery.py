@@ -121,8 +121,8 @@ def _with_content(head: Head, left: Tensor, right: Tensor) -> Head:
     W_Q, W_K, b_Q, b_K = head.W_Q, head.W_K, head.b_Q, head.b_K
     if head.rotation is not None and W_Q.shape[1] % head.rotation.dim:
         raise ValueError(
-            f"W_Q of {head!r} has {W_Q.shape[1]} columns; its rotation turns chunks of {head.rotation.dim}, and columns "
-            "beyond the last whole chunk do not turn: such a head has no one rotated form"
+            f"W_Q of {head!r} has {W_Q.shape[1]} columns; its rotation turns chunks of {head.rotation.dim}, and "
+            "columns beyond the last whole chunk do not turn: such a head has no one rotated form"
         )
     content_bias = left.new_zeros(left.shape[1])
     if not (b_Q.any() or b_K.any()):
