@@ -1,6 +1,7 @@
 """Attention with any match kernel, any normaliser and any mask: exact, and fused where a fused kernel exists."""
 
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
+from .cache import KeyValueCache
 from .engines import Tiled
 from .kernels import (
     Additive,
@@ -23,6 +24,7 @@ from .kernels import (
     mixture,
     squared_distance,
 )
+from .multihead import MultiHeadAttention
 from .normalizers import Entmax, Normalizer, ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax, Sparsemax
 
 __version__ = "0.1.0"
@@ -37,9 +39,11 @@ __all__ = [
     "Entmax",
     "Explanation",
     "Gaussian",
+    "KeyValueCache",
     "Laplacian",
     "MatchKernel",
     "Mixture",
+    "MultiHeadAttention",
     "Normalizer",
     "ProductKernel",
     "RationalQuadratic",
