@@ -216,7 +216,12 @@ class Decoder(Model):
 
         Returns:
             The new text only.
+
+        Raises:
+            ValueError: tokens below 1, or a text that outgrows the model's positions.
         """
+        if tokens < 1:
+            raise ValueError(f"tokens={tokens}: expected at least 1")
         read = self._given(text)
         step = Step(self.size, kernel, normalizer, heads, intervene, mask, True, window, position)
         start, ids = len(read), read.ids.tolist()

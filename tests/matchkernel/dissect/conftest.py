@@ -1,4 +1,7 @@
-"""One opened model for all tests here, and the raw file it came from. A missing package is a failure, not a skip."""
+"""One opened model of a kind for all tests here, and the raw file of MiniLM.
+
+A missing package is a failure, not a skip.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -25,6 +28,12 @@ def texts():
 @pytest.fixture(scope="session")
 def model():
     return load("minilm")
+
+
+@pytest.fixture(scope="session")
+def smollm():
+    """The opened language model; half a gigabyte, so there is one for all tests."""
+    return load("smollm2")
 
 
 @pytest.fixture(scope="session")

