@@ -152,8 +152,11 @@ def sinks(reading: Reading, *, marks: bool = False) -> tuple[Tensor, Tensor]:
     """The key of each head that receives most attention, and its share: positions (L, h) int64 and shares (L, h).
 
     The share is over all rows of content tokens (all rows with `marks`), rows that may not attend to it included.
+    ValueError for a text without such rows.
     """
     rows = content(reading.tokens).to(reading.weights.device) | marks
+    if not rows.any():
+        raise ValueError("reading: the text is empty, so nothing asks; marks=True counts the model's own marks")
     received = reading.weights[:, :, rows].mean(-2)
     share, position = received.max(-1)
     return position, share
@@ -251,20 +254,20 @@ class _View:
 
     def measure(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
         """(L, h) each: value, uniform base, matched base or None."""
-        even = self.allowed / self.free.clamp(min=1).unsqueeze(-1)
+        even = self.allowed.to(self.weights) / self.free.clamp(min=1).unsqueeze(-1)
         if name == "sink":
             # An even head has a sink too, chosen for it as for the head itself.
-            value = sinks(self.reading, marks=self.marks)[1]
-            return value, even[:, :, self.rows].mean(-2).amax(-1).expand_as(value), None
+            value, uniform = (table[:, :, self.rows].mean(-2).amax(-1) for table in (self.weights, even))
+            return value, uniform.expand_as(value), None
         if name == "entropy":
-            value = torch.special.entr(self.weights).sum(-1) / self.free.clamp(min=2).log()
+            value = torch.special.entr(self.weights).sum(-1) / self.free.to(self.weights).clamp(min=2).log()
             counts = self.rows & (self.free > 1)
             return _mean(value, counts), _mean(torch.ones_like(value), counts), None
         targets = _TARGETS[name](self)
         hit = (self.allowed & targets).sum(-1)
         counts = self.rows & (hit > 0) & (hit < self.free)
         value = _mean(_on(self.weights, targets), counts)
-        uniform = _mean(_on(even.to(self.weights), targets), counts).expand_as(value)
+        uniform = _mean(_on(even, targets), counts).expand_as(value)
         return value, uniform, _mean(_on(self._matched, targets), counts) if name in _ABOUT_CONTENT else None
 
     @cached_property

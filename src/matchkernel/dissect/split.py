@@ -104,7 +104,7 @@ def split(model: Encoder, text: str | Tokens, layer: int = 0) -> Split:
         )
     if layer != 0:
         raise ValueError(f"layer={layer}: the inputs of layers above 0 are not sums of a word and a position part")
-    tokens = text if isinstance(text, Tokens) else model.tokenize(text)
+    tokens = model._given(text)
     norm = model.embedding_norm
     position = model.positions.weight[: len(tokens)]
     word = model.words(tokens.ids.to(position.device)[None])[0]
