@@ -1,6 +1,7 @@
 """Open a trained model and read its heads as match kernels."""
 
 from .architecture import Architecture
+from .atlas import Atlas, Role, atlas
 from .decoder import Decoder
 from .encoder import Encoder
 from .form import Form, Spread, mismatched_forms, random_forms, spreads
@@ -28,6 +29,7 @@ from .tokens import Tokens
 __all__ = [
     "METRICS",
     "Architecture",
+    "Atlas",
     "CausalReading",
     "Confirmed",
     "Decoder",
@@ -43,6 +45,7 @@ __all__ = [
     "ModelMissingError",
     "OffsetProfile",
     "Reading",
+    "Role",
     "ScoreTerms",
     "SentenceReading",
     "Split",
@@ -51,6 +54,7 @@ __all__ = [
     "ablate",
     "ablate_to_mean",
     "antisymmetric_part",
+    "atlas",
     "compose",
     "confirm",
     "draw_ids",
