@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class KeyValueCache:
     """The keys and values of the tokens so far, for one `MultiHeadAttention` and one batch. Start with an empty one.
 
@@ -28,6 +28,10 @@ class KeyValueCache:
 
     def __len__(self) -> int:
         return 0 if self.keys is None else self.keys.shape[-2]
+
+    def __repr__(self) -> str:
+        shapes = [None if x is None else tuple(x.shape) for x in (self.keys, self.values)]
+        return f"KeyValueCache(keys={shapes[0]}, values={shapes[1]})"
 
     def joined(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """What is held and then these, (…, m + n, ·); the cache itself stays as it is.

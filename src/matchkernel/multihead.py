@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ._torch_layout import from_torch_layout, to_torch_layout
 from ._validate import build_problem
 from .attention import attend
 from .cache import KeyValueCache
@@ -19,6 +20,7 @@ from .normalizers import Normalizer, Softmax
 from .shapes import broadcast, split
 
 _REFERENCE = Reference()
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class MultiHeadAttention(nn.Module):
@@ -251,9 +253,9 @@ class MultiHeadAttention(nn.Module):
         """A layer with the weights of torch's module, copied: the same output to rounding, and the same gradients.
 
         Both of torch's layouts are read: one `in_proj_weight`, or one weight each where kdim or vdim differ from
-        embed_dim. Dtype, device, dropout and training mode come along. `batch_first` is no weight: this layer is always
-        batch first, so that inputs of a module that is not must be transposed. Put another kernel in with
-        `layer.kernel = …`.
+        embed_dim. Dtype, device, dropout and training mode come along, and every weight learns. `batch_first` is no
+        weight: this layer is always batch first, so that inputs of a module that is not must be transposed. Put another
+        kernel in with `layer.kernel = …`.
         ValueError for what this layer has no place for: add_bias_kv and add_zero_attn. TypeError for another module.
         """
         if not isinstance(module, nn.MultiheadAttention):
@@ -263,7 +265,6 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(
                     f"module has {name}=True, a key of no token, which MultiHeadAttention has no place for"
                 )
-        held = module.state_dict()
         with torch.device("meta"):
             layer = cls(
                 module.embed_dim,
@@ -272,13 +273,7 @@ class MultiHeadAttention(nn.Module):
                 bias=module.in_proj_bias is not None,
                 dropout=module.dropout,
             )
-        state = {name: x for name, x in held.items() if name.startswith("out_proj.")}
-        for at, name in enumerate(("q_proj", "k_proj", "v_proj")):
-            packed = held.get("in_proj_weight")
-            state[f"{name}.weight"] = held[f"{name}_weight"] if packed is None else packed.chunk(3)[at]
-            if "in_proj_bias" in held:
-                state[f"{name}.bias"] = held["in_proj_bias"].chunk(3)[at]
-        layer.load_state_dict({name: x.clone() for name, x in state.items()}, assign=True)
+        layer.load_state_dict(from_torch_layout(module.state_dict()), assign=True)
         return layer.train(module.training)
 
     def to_torch(self) -> nn.MultiheadAttention:
@@ -308,16 +303,8 @@ class MultiHeadAttention(nn.Module):
             batch_first=True,
             device="meta",
         )
-        held = self.state_dict()
-        state = {name: held[name].clone() for name in held if name.startswith("out_proj.")}
-        weights = {name: held[f"{name}.weight"] for name in ("q_proj", "k_proj", "v_proj")}
-        if module.in_proj_weight is None:
-            state |= {f"{name}_weight": x.clone() for name, x in weights.items()}
-        else:
-            state["in_proj_weight"] = torch.cat(list(weights.values()))
-        if self.q_proj.bias is not None:
-            state["in_proj_bias"] = torch.cat([held[f"{name}.bias"] for name in weights])
-        module.load_state_dict(state, assign=True)
+        packed = module.in_proj_weight is not None
+        module.load_state_dict(to_torch_layout(self.state_dict(), packed=packed), assign=True)
         return module.train(self.training)
 
     def extra_repr(self) -> str:
@@ -361,14 +348,17 @@ def _one_or_each(kernel: MatchKernel | Sequence[MatchKernel], heads: int) -> Mat
     return nn.ModuleList(kernel)
 
 
-def _for_heads(normalizer: Normalizer, at: list[int], heads: int) -> Normalizer:
-    """The normaliser for some of the heads: what holds one entry per head is cut to theirs, and still learns."""
-    if all(x.shape != (heads,) for x in (*normalizer.parameters(), *normalizer.buffers())):
-        return normalizer
-    cut = copy.copy(normalizer)
+def _for_heads(module: Part, at: list[int], heads: int) -> Part:
+    """A normaliser for some of the heads: what holds one entry per head is cut to theirs, and still learns."""
+    if all(x.shape != (heads,) for x in (*module.parameters(), *module.buffers())):
+        return module
+    # Not by copy.copy, which ends a compiled graph.
+    cut: Part = object.__new__(type(module))
+    cut.__dict__.update(module.__dict__)
     for held in ("_parameters", "_buffers"):
-        tensors = getattr(normalizer, held)
-        setattr(cut, held, {name: x[at] if x is not None and x.shape == (heads,) else x for name, x in tensors.items()})
+        tensors = module.__dict__[held].items()
+        cut.__dict__[held] = {name: x[at] if x is not None and x.shape == (heads,) else x for name, x in tensors}
+    cut.__dict__["_modules"] = {name: _for_heads(part, at, heads) for name, part in module.named_children()}
     return cut
 
 

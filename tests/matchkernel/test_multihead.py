@@ -423,6 +423,24 @@ def test_a_learned_value_per_head_learns_beside_a_list_of_kernels() -> None:
     assert logit.shape == (4,) and made.normalizer.logit is logit
 
 
+def test_a_normaliser_inside_another_is_cut_to_its_heads_too() -> None:
+    class Outer(mk.Normalizer):
+        def __init__(self, inner: mk.Softmax) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def factor(self, visible: Tensor | None, like: Tensor) -> Any:
+            return self.inner.factor(visible, like)
+
+        def weigh(self, scores: Tensor) -> Tensor:
+            return self.inner.weigh(scores)
+
+    dot, own = mk.ScaledDot(), Cauchy()
+    inner, x = mk.Softmax(torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64)), draw(2, 5, 12)
+    found = layer(12, 4, kernel=[dot, own, dot, own], normalizer=Outer(inner))(x)
+    assert_close(found, layer(12, 4, kernel=[dot, own, dot, own], normalizer=inner)(x), rtol=0, atol=1e-12)
+
+
 def test_another_kernel_can_be_put_in() -> None:
     made, x = layer(8, 2), draw(2, 4, 8)
     made.kernel = Cauchy()
@@ -517,10 +535,18 @@ def test_vmap_and_forward_mode() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("kernel", [mk.ScaledDot, lambda: [mk.ScaledDot(), mk.Cosine(0.5)] * 2])
-def test_one_graph_when_compiled(kernel: Any) -> None:
+@pytest.mark.parametrize("kernel", ["default", "list"])
+def test_one_graph_when_compiled(kernel: str) -> None:
     torch._dynamo.reset()
-    made = mk.MultiHeadAttention(16, 4, kernel=kernel(), kv_heads=2, generator=torch.Generator().manual_seed(0))
+    dot, cosine = mk.ScaledDot(), mk.Cosine(0.5)
+    made = mk.MultiHeadAttention(
+        16,
+        4,
+        kernel=None if kernel == "default" else [dot, cosine, dot, cosine],
+        normalizer=mk.Softmax(torch.nn.Parameter(torch.tensor([0.5, 1.0, 1.5, 2.0]))),
+        kv_heads=2,
+        generator=torch.Generator().manual_seed(0),
+    )
     compiled = torch.compile(made, fullgraph=True)
     for n in (12, 20):
         x = draw(2, n, 16, dtype=torch.float32, seed=n).requires_grad_()
