@@ -558,6 +558,17 @@ def test_one_graph_when_compiled(kernel: str) -> None:
             assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
+def test_the_readmes_example() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    names: dict[str, Any] = {}
+    exec(readme.partition("<!-- multihead -->\n```python\n")[2].partition("```")[0], names)
+    assert names["output"].shape == (1, 33, 512) and names["weights"].shape == (1, 8, 33, 33)
+    pieces = torch.cat([names["first"], names["following"]], dim=1)
+    assert_close(pieces, names["output"], rtol=1e-4, atol=1e-5)
+    x = names["tokens"]
+    assert_close(names["layer"](x), names["trained"](x, x, x, need_weights=False)[0], rtol=1e-4, atol=1e-5)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------
 
 
