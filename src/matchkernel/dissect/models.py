@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Literal, overload
 
-from . import minilm, smollm2
+from . import e5, minilm, smollm2
 from .decoder import Decoder
 from .encoder import Encoder
 from .model import Model
 
-LOADERS: dict[str, Callable[[], Model]] = {"minilm": minilm.load, "smollm2": smollm2.load}
+LOADERS: dict[str, Callable[[], Model]] = {"e5": e5.load, "minilm": minilm.load, "smollm2": smollm2.load}
 
 
 @overload
@@ -27,6 +27,9 @@ def load(name: str = "minilm") -> Model:
             - "smollm2": SmolLM2-135M-Instruct, a `Decoder` that writes English; 30 layers of 9 heads that share 3 sets
               of keys and values; 513 MiB. Its weights are 4-bit approximations (Q4_1) of the published ones, word
               vectors 8-bit ones. It puts no mark at the beginning of a text.
+            - "e5": multilingual-e5-small, an `Encoder` for sentences in about a hundred languages, Chinese among them;
+              12 layers of 12 heads, 139 MiB. Its matrices are 4-bit approximations (Q4_0) of the published ones. To
+              embed as it was trained, begin every text with "query: " or "passage: "; nothing is added for you.
 
     Returns:
         The model on the CPU in float32; `.to(device)` and `.double()` move it. Its weights are frozen.
@@ -38,7 +41,7 @@ def load(name: str = "minilm") -> Model:
         ModelFileError: a file is not the one this loader was written for; names it, the expected and the found sha256.
 
     Cost: MiniLM about a second, most of it hashing the file. SmolLM2 4 seconds of one core, and 870 MiB at the most on
-    top of torch's own 220. Every call reads the files again, so two models share nothing.
+    top of torch's own 220. e5 2 seconds, and 550 MiB. Every call reads the files again, so two models share nothing.
     """
     if name not in LOADERS:
         raise ValueError(f"no model is called {name!r}; the known models are {sorted(LOADERS)}")

@@ -69,13 +69,13 @@ def test_a_chinese_word_is_found_inside_a_run_of_characters():
 
 
 def test_a_script_without_spaces_ends_a_word_of_one_with_spaces():
-    source = "GPU过载，serverの応答と GPU2 café𠀀x"
+    source = "GPU过载，serverの応答と GPU2 señor𠀀x"
     tokens = by_character(source)
 
     def place(word):
         return list(range(source.index(word) + 1, source.index(word) + 1 + len(word)))
 
-    for word in ("GPU", "GPU过", "server", "の応", "café", "𠀀x", "𠀀", "x"):
+    for word in ("GPU", "GPU过", "server", "の応", "señor", "𠀀x", "𠀀", "x"):
         assert tokens.find_all(word) == [place(word)]
-    for part in ("caf", "PU过", "erver", "GP"):
+    for part in ("seño", "PU过", "erver", "GP"):
         assert tokens.find_all(part) == []
