@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,8 +27,8 @@ class Metric:
         texts: the T texts, as they were given to the model.
         value: (T, L, h); NaN where a text has no row that counts.
         uniform: (T, L, h), the same for a head that spreads its attention evenly over the keys it may attend to.
-        matched: (T, L, h) for metrics that ask about content, else None: the same for a head that chooses among content
-            tokens by their offset alone, with this head's own offset profile.
+        matched: (T, L, h) for metrics that ask about content, else None: the same for a head that gives marks what this
+            head gives them, and chooses among content tokens by their offset alone, as this head does on average.
     """
 
     name: str
@@ -121,8 +120,10 @@ def head_metrics(
         names: which of `METRICS`; all by default.
         reach: for "long", in tokens.
         marks: True counts the rows of the model's own marks ([CLS], [SEP]) too, and marks as content.
-        profile: the offset profile of other texts for the matched base rate of same, induction and punctuation; each
-            text's own by default, which in a short text partly contains the very pairs that are asked about.
+        profile: the offset profile of other texts, for the matched base rate of same, induction and punctuation. By
+            default the text's own: a head's mean weight at each offset, pairs that are targets left out where others
+            have that offset too. A text with one period, such as `repeated` makes, has few others there: a profile
+            from ordinary text says more.
 
     Returns:
         A dict from name to `Metric`.
@@ -268,32 +269,44 @@ class _View:
         counts = self.rows & (hit > 0) & (hit < self.free)
         value = _mean(_on(self.weights, targets), counts)
         uniform = _mean(_on(even, targets), counts).expand_as(value)
-        return value, uniform, _mean(_on(self._matched, targets), counts) if name in _ABOUT_CONTENT else None
+        return value, uniform, _mean(_on(self._matched(targets), targets), counts) if name in _ABOUT_CONTENT else None
 
-    @cached_property
-    def _matched(self) -> Tensor:
+    def _matched(self, targets: Tensor) -> Tensor:
         """(L, h, n, n): each row's attention to content, spread over content keys by the offset profile alone."""
         pairs = self.allowed & self.pairs
-        n = len(self.ids)
-        at = self.offset + n - 1
-        if self.profile is None:
-            profile = _by_offset(self.weights * pairs, at) / _by_offset(pairs.to(self.weights), at).clamp(min=1)
-        else:
-            profile = self.weights.new_zeros(*self.weights.shape[:2], 2 * n - 1)
-            known, columns = self.profile.offsets + n - 1, self.profile.weight
-            fits = (known >= 0) & (known < 2 * n - 1)
-            lacking = torch.ones(2 * n - 1, dtype=torch.bool, device=at.device)
-            lacking[known[fits]] = False
-            if bool((lacking[at] & pairs).any()):
-                raise ValueError(
-                    f"profile: it has offsets {int(self.profile.offsets[0])} … {int(self.profile.offsets[-1])}, "
-                    f"and not all that a text of {n} tokens needs; take it from longer texts"
-                )
-            profile[..., known[fits]] = columns[..., fits].to(profile)
+        at = self.offset + len(self.ids) - 1
+        profile = self._own_profile(pairs, targets, at) if self.profile is None else self._given_profile(pairs, at)
         spread = profile[..., at] * pairs
         total = spread.sum(-1, keepdim=True)
         mass = (self.weights * pairs).sum(-1, keepdim=True)
         return spread * (mass / total.where(total > 0, 1))
+
+    def _own_profile(self, pairs: Tensor, targets: Tensor, at: Tensor) -> Tensor:
+        """(L, h, 2n − 1): the mean weight at each offset of the pairs that are no target, or of all if all are."""
+
+        def mean(these: Tensor) -> tuple[Tensor, Tensor]:
+            count = _by_offset(these.to(self.weights), at)
+            return _by_offset(self.weights * these, at) / count.clamp(min=1), count
+
+        others, count = mean(pairs & ~targets)
+        return others.where(count > 0, mean(pairs)[0])
+
+    def _given_profile(self, pairs: Tensor, at: Tensor) -> Tensor:
+        """(L, h, 2n − 1): the given profile's weights, at the offsets that this text has."""
+        assert self.profile is not None
+        n, offsets = len(at), self.profile.offsets
+        places = offsets + n - 1
+        inside = (places >= 0) & (places < 2 * n - 1)
+        known = torch.zeros(2 * n - 1, dtype=torch.bool, device=at.device)
+        known[places[inside]] = True
+        if bool((~known[at] & pairs).any()):
+            raise ValueError(
+                f"profile: it has offsets {int(offsets[0])} … {int(offsets[-1])}, "
+                f"and not all that a text of {n} tokens needs; take it from longer texts"
+            )
+        profile = self.weights.new_zeros(*self.weights.shape[:2], 2 * n - 1)
+        profile[..., places[inside]] = self.profile.weight[..., inside].to(profile)
+        return profile
 
     def _same(self) -> Tensor:
         return (self.ids == self.ids[:, None]) & (self.offset != 0) & self.pairs
