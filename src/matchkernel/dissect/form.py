@@ -138,7 +138,8 @@ class Spread(NamedTuple):
     """Standard deviation from one to the next (divided by count − 1), not of the mean."""
     low: float
     high: float
-    draws: int
+    size: int
+    """How many values."""
 
 
 def form(head: Head, offset: int = 0) -> Form:

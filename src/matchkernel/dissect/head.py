@@ -71,7 +71,15 @@ class Head:
         return self.W_Q @ self.W_K.T
 
     def form(self, offset: int = 0) -> Form:
-        """M by what does not depend on the basis inside the head: spectrum, symmetry, rank. See `form.form`."""
+        """M by what does not depend on the basis inside the head: its spectrum, its symmetry, its rank.
+
+        Args:
+            offset: j − i in tokens, for a head with a rotation: the form W_Q R_Δ W_Kᵀ between tokens so far apart,
+                the key's place less the query's; negative for a key further back.
+
+        Raises:
+            ValueError: an offset for a head without a rotation; a form that is zero or not finite.
+        """
         return form(self, offset)
 
     def query(self, x: Tensor) -> Tensor:

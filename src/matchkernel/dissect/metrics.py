@@ -111,7 +111,7 @@ def head_metrics(
       long         a content token further away than `reach` tokens
       punctuation  another content token without a letter or a digit
       first        the first token, whatever it is: [CLS], or where a decoder's text begins
-      separator    a mark that is not the first token: [SEP]
+      separator    a mark after the first content token: [SEP]
       sink         the one key that receives most from all rows together, chosen for each head and text
       entropy      not a share: −Σ_j α_ij log α_ij / log m_i, m_i keys that row i may attend to; uniform is 1
 
@@ -335,7 +335,7 @@ _TARGETS: dict[str, Callable[[_View], Tensor]] = {
     "long": lambda view: (view.offset.abs() > view.reach) & view.pairs,
     "punctuation": _View._punctuation,
     "first": lambda view: (view._place == 0).expand_as(view.offset),
-    "separator": lambda view: (view.mark & (view._place > 0)).expand_as(view.offset),
+    "separator": lambda view: (view.mark & ((~view.mark).cumsum(0) > 0)).expand_as(view.offset),
 }
 """The target keys of each metric, (n, n): may the key j be what the query i looks for?"""
 _ABOUT_CONTENT = ("same", "induction", "punctuation")

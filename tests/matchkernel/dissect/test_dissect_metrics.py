@@ -12,6 +12,7 @@ from tests.matchkernel.dissect.readings import causal, reading, tokens
 
 SENTENCE = "[CLS] the man saw the dog , and the dog saw him . [SEP]"
 SHORT = "[CLS] a b a [SEP]"
+MARKS = {"[CLS]", "[SEP]"}
 LONG = (
     "Nobody had told us that rivers freeze so slowly here, although each winter brings a few weeks of cold and storms."
 )
@@ -37,14 +38,14 @@ def is_target(name, ids, pieces, i, j, reach, inside):
         case "first":
             return j == 0
         case "separator":
-            return j > 0 and pieces[j] in {"[CLS]", "[SEP]"}
+            return any(piece not in MARKS for piece in pieces[:j]) and pieces[j] in MARKS
 
 
 def by_definition(name, read, layer, head, reach=8, marks=False, profile=None):
     """(value, uniform, matched) of one head on one text."""
     pieces, ids = read.tokens.text, read.tokens.ids.tolist()
     n = len(ids)
-    mark = [piece in {"[CLS]", "[SEP]"} for piece in pieces]
+    mark = [piece in MARKS for piece in pieces]
     inside = [marks or not m for m in mark]
     weight = read.weights[layer, head].tolist()
     may = [[score != -math.inf for score in row] for row in read.scores[layer, head].tolist()]
@@ -105,7 +106,7 @@ def check(read, reach=8, marks=False, profile=None):
 
 
 @pytest.mark.parametrize("marks", [False, True])
-@pytest.mark.parametrize("words", [SENTENCE, SHORT, "[CLS] [SEP]", "[CLS] one [SEP]", "x x x x y", "x"])
+@pytest.mark.parametrize("words", [SENTENCE, SHORT, "[CLS] [SEP]", "[CLS] [SEP] one [SEP] two [SEP]", "x x x x y", "x"])
 def test_every_metric_is_its_definition(words, marks):
     check(reading(words), reach=3, marks=marks)
 
