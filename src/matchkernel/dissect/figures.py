@@ -113,7 +113,9 @@ def fonts_for(text: str) -> list[str] | None:
     if not missing:
         return [default]
     for font in sorted(font_manager.fontManager.ttflist, key=lambda font: (font.weight != 400, font.fname)):
-        if font.style == "normal" and missing <= _characters(font.fname):
+        # Matplotlib brings Unicode's font of last resort, which has a box for every character and a picture for none.
+        drawn = font.style == "normal" and not font.name.startswith("Last Resort")
+        if drawn and missing <= _characters(font.fname):
             return [default, font.name]
     return None
 
