@@ -1,6 +1,8 @@
 """python -m matchkernel.dissect prints the atlas and draws it, or says in one line why not."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -121,7 +123,7 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_command_is_refused_before_the_model_is_opened(closed, capsys, case):
     (closed / "folder").mkdir()
-    (closed / "latin.txt").write_bytes("caf\u00e9 noir".encode("latin-1"))
+    (closed / "latin.txt").write_bytes("café noir".encode("latin-1"))
     (closed / "blank.txt").write_text("\n \n")
     arguments, message = WRONG[case]
     status, line = refusal(capsys, *arguments)
@@ -170,7 +172,7 @@ def run(*arguments, **environment):
 
 
 def test_as_a_process_in_a_terminal_that_knows_ascii_only():
-    done = run("minilm", "--text", "Na\u00efve caf\u00e9s, naïve gardens.", "--no-figures", PYTHONIOENCODING="ascii")
+    done = run("minilm", "--text", "Na\u00efve cafés, naïve gardens.", "--no-figures", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "all-MiniLM-L6-v2: 72 heads" in done.stdout and "\\u2500" in done.stdout
 
@@ -205,6 +207,31 @@ def test_help_says_what_the_columns_and_the_statuses_are(capsys):
     ):
         assert word in out
     assert max(map(len, out.splitlines())) <= 120
+
+
+# ---- the README ---------------------------------------------------------------------------------------------------
+
+README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readmes_atlas_is_what_the_command_prints(opened, capsys):
+    (line,) = re.findall(r"^ {4}\S*python -m matchkernel\.dissect (.*)$", README, re.MULTILINE)
+    shown = re.search(r"<!-- atlas -->\n```text\n(.*?)\n```", README, re.DOTALL)[1]
+    assert command.main([*shlex.split(line), "--no-figures"]) == 0
+    printed = capsys.readouterr().out.rstrip()
+    number = re.compile(r"[+-]?\d+\.\d+")
+    assert number.sub("#", printed) == number.sub("#", shown)
+    pairs = zip(number.findall(printed), number.findall(shown), strict=True)
+    assert all(abs(float(a) - float(b)) < 0.011 for a, b in pairs)  # the last digit may round either way elsewhere
+
+
+def test_the_readmes_changes_print_what_it_says(capsys):
+    after = README.partition("<!-- dissect -->")[2]
+    source, output = re.search(r"```python\n(.*?)```.*?```text\n(.*?)```", after, re.DOTALL).groups()
+    exec(source, {})
+    printed, shown = capsys.readouterr().out.splitlines(), output.splitlines()
+    assert [line[4:] for line in printed] == [line[4:] for line in shown]
+    assert [float(line[:4]) for line in printed] == pytest.approx([float(line[:4]) for line in shown], abs=0.011)
 
 
 # ---- figures ------------------------------------------------------------------------------------------------------
