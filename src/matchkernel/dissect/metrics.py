@@ -37,6 +37,10 @@ class Metric:
     uniform: Tensor
     matched: Tensor | None
 
+    def __repr__(self) -> str:
+        texts, layers, heads = self.value.shape
+        return f"Metric({self.name}: {texts} texts, {layers} layers of {heads} heads)"
+
     @property
     def mean(self) -> Tensor:
         """(L, h): mean over the texts that have a row that counts, each text counting once."""

@@ -41,6 +41,11 @@ class OffsetProfile:
     explained: Tensor
     chance: float
 
+    def __repr__(self) -> str:
+        layers, heads = self.explained.shape
+        span = f"{int(self.offsets[0])} … {int(self.offsets[-1])}"
+        return f"OffsetProfile(offsets {span}, {int(self.count.sum())} pairs, {layers} layers of {heads} heads)"
+
     def at(self, offset: int) -> int:
         """The column of an offset. Raises ValueError where no pair was counted."""
         found = (self.offsets == offset).nonzero()

@@ -39,6 +39,9 @@ class Split:
     keys: Tensor
     scale: float
 
+    def __repr__(self) -> str:
+        return f"Split({self.queries.shape[1]} heads, {len(self.tokens)} tokens: {' '.join(self.tokens.text)})"
+
     def term(self, query: str, key: str) -> Tensor:
         """(h, n, n): the term of one part of the query with one part of the key, such as ("position", "position").
 

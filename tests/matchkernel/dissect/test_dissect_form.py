@@ -310,3 +310,21 @@ def test_the_trained_heads_differ_from_chance_in_symmetry(model):
     assert max(forms, key=lambda place: forms[place].symmetric_share) == (2, 9)
     assert min(forms, key=lambda place: forms[place].positive_share) == (0, 7)
     assert repr(forms[2, 9]).startswith("Form(rank 32, participation ratio 7.6, symmetric share 0.867")
+
+
+def test_a_language_models_head_has_the_form_that_its_scores_have(smollm):
+    read = smollm.read("The rabbit ran across the field and the dog ran after it.")
+    head = smollm.head(16, 0)
+    x = read.inputs[16]
+    offset = -4
+    R = turn(64, head.rotation.base, offset, head.rotation.interleaved)
+    left, right = head.W_Q.double().numpy(), head.W_K.double().numpy() @ R
+    scores = x.double().numpy() @ left @ right.T @ x.double().numpy().T / 8
+    for i in (5, 9):
+        assert read.scores[16, 0, i, i + offset].item() == pytest.approx(scores[i, i + offset], rel=1e-3, abs=1e-2)
+    zero = np.zeros(64)
+    check(head.form(offset), {**dense(left, right, zero, zero), "rank": 64}, rtol=1e-6)
+
+
+def test_a_language_models_shared_keys_make_no_strangers(smollm):
+    assert len(mismatched_forms([smollm.head(3, h) for h in range(9)])) == 9 * 2

@@ -206,6 +206,7 @@ def test_a_metric_over_texts_is_a_mean_with_its_standard_error():
     metric = head_metrics(iter(reads))["same"]
     assert metric.texts == tuple(read.tokens.source for read in reads)
     assert metric.value.shape == (4, 2, 3)
+    assert repr(metric) == "Metric(same: 4 texts, 2 layers of 3 heads)"
     assert metric.value[2].isnan().all(), "no word occurs twice there"
     for layer in range(2):
         for head in range(3):
@@ -352,3 +353,16 @@ def test_known_heads_of_the_trained_model_are_found(model):
         assert other["same"].mean[2, 9] > 4 * base
     position, _ = sinks(model.read(texts[0]))
     assert (position[1:5] == 0).float().mean() > 0.9
+
+
+def test_induction_heads_of_the_language_model_are_confirmed_on_other_ids(smollm):
+    def metric(seed):
+        ids = draw_ids(torch.arange(1000, 40000), 30, generator=torch.Generator().manual_seed(seed))
+        return head_metrics(smollm.read(repeated(ids)), ["induction", "previous"])
+
+    chosen, other = metric(0), metric(1)
+    best = confirm(chosen["induction"], other["induction"])[0]
+    assert best.held_out > 0.6
+    assert best.held_out > 20 * best.uniform
+    assert best.layer > 10, "an earlier layer has to carry each token to the next place first"
+    assert confirm(chosen["previous"], other["previous"])[0].held_out > 0.7

@@ -152,3 +152,4 @@ def test_the_previous_token_head_is_a_bump_at_minus_one(model):
     assert profile.explained[0, 2] > 0.8
     assert profile.weight[0, 2, profile.at(-1)] > 0.95
     assert profile.explained[0, 2] > profile.explained[2, 9] + 0.3
+    assert repr(profile) == "OffsetProfile(offsets -18 … 18, 361 pairs, 6 layers of 12 heads)"

@@ -1,7 +1,5 @@
 """The first layer's scores are exactly their nine terms."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -78,6 +76,7 @@ def test_the_previous_token_head_asks_positions_about_positions(model):
     shares = split(model, TEXT).shares()
     assert shares[1, 1, 2] > 0.95
     assert shares[0, 0, 1] > 0.9
+    assert repr(split(model, "hi")) == "Split(12 heads, 3 tokens: [CLS] hi [SEP])"
     # Where a word stands does not change what its content has to say, beyond the one number per token that divides it.
     first, second = (split(model, text) for text in ("the old dog barks", "the dog barks old"))
     dog, place = [2], [3]
@@ -90,9 +89,9 @@ def test_the_previous_token_head_asks_positions_about_positions(model):
     assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_what_has_no_split_is_refused(model):
-    with pytest.raises(TypeError, match=r"expected an Encoder, got a SimpleNamespace"):
-        split(SimpleNamespace(), TEXT)
+def test_what_has_no_split_is_refused(model, smollm):
+    with pytest.raises(TypeError, match=r"expected an Encoder, got a Decoder"):
+        split(smollm, TEXT)
     with pytest.raises(ValueError, match=r"layer=1: the inputs of layers above 0"):
         split(model, TEXT, layer=1)
     with pytest.raises(ValueError, match=r"no part is called 'word'; the parts are content, position, rest"):
