@@ -47,7 +47,11 @@ def antisymmetric_part(head: Head) -> Head:
 
 
 def transposed(head: Head) -> Head:
-    """The head with Mᵀ in place of M: queries and keys trade places, in the content term only."""
+    """The head with Mᵀ in place of M: queries and keys trade places, in the content term only.
+
+    Under a rotation the whole table of content scores is transposed, offsets included (as its symmetric part is taken,
+    in `symmetric_part`).
+    """
     return _with_content(head, head.W_K, head.W_Q)
 
 

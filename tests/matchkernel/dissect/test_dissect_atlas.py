@@ -9,6 +9,7 @@ import torch
 
 from matchkernel.dissect import METRICS, Metric, Tokens, atlas
 from matchkernel.dissect.atlas import COLUMNS, LAST, ROLES
+from tests.matchkernel.dissect.tiny import make_decoder
 
 TEXTS = [
     "The old gardener watered the roses because the roses were dry.",
@@ -172,3 +173,19 @@ def test_tokens_serve_as_texts(model, found):
     assert again.table() == found.table() == str(found)
     assert again.texts == tuple(TEXTS)
     assert repr(again) == "Atlas(all-MiniLM-L6-v2, 72 heads, 2 texts)"
+
+
+def test_a_decoder_never_attends_to_the_next_token():
+    decoder = make_decoder()
+    found = atlas(decoder, ["overthelazydog", "thequickbrownfox"])
+    rows = {head: numbers for head, _, numbers in map(cells, found.table().splitlines()[2:-2])}
+    assert len(rows) == 8
+    for place, numbers in rows.items():
+        assert numbers["next"] == numbers["separator"] == "–"
+        layer, head = map(int, place.split("."))
+        M = decoder.head(layer, head).M  # between tokens at the same place
+        assert float(numbers["symmetric_share"]) == pytest.approx(
+            float(((M + M.T) / 2).norm() ** 2 / M.norm() ** 2), abs=0.0051
+        )
+    assert found.table().splitlines()[-1].split()[6] == "–"
+    assert found.table("next").splitlines()[2:4] == found.table().splitlines()[2:4]

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import bookkit
 import matchkernel.dissect.__main__ as command
 from matchkernel.dissect import atlas, figures, minilm
+from tests.matchkernel.dissect.tiny import make_decoder
 
 TEXT = "The old gardener watered the roses because the roses were dry."
 
@@ -82,6 +83,16 @@ def test_texts_files_sort_and_top(opened, capsys):
     assert out.splitlines()[4].startswith(" 1.8  next ")
     assert out.splitlines()[6].startswith("──")
     assert "figures" not in out and os.listdir(opened) == ["some.txt"]
+
+
+def test_a_decoder_is_read_at_offset_0_and_draws_what_it_has(opened, capsys, monkeypatch):
+    monkeypatch.setattr(command, "load", lambda name: make_decoder())
+    drawn = []
+    draw = figures.heads
+    monkeypatch.setattr(figures, "heads", lambda panels, title: drawn.extend(panels) or draw(panels, title))
+    assert command.main(["smollm2", "--text", "overthelazydog"]) == 0
+    assert capsys.readouterr().out.startswith("tiny: 8 heads on 1 text of 14 tokens; forms at offset 0\n")
+    assert drawn == ["previous", "self", "same", "induction", "first", "long"]
 
 
 def test_figures_are_not_replaced_unless_told(opened, capsys):

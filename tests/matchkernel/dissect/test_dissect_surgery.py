@@ -9,10 +9,7 @@ from torch.testing import assert_close
 
 import matchkernel as mk
 from matchkernel.dissect import (
-    Architecture,
-    Decoder,
     Head,
-    Tokens,
     ablate,
     ablate_to_mean,
     antisymmetric_part,
@@ -32,6 +29,7 @@ from matchkernel.dissect import (
     window_with_first,
     without_key_term,
 )
+from tests.matchkernel.dissect.tiny import make_decoder
 
 TEXTS = [
     "Because the server is overloaded, the system responds slowly, and finally the request times out.",
@@ -306,28 +304,9 @@ def test_the_window_keeps_the_first_tokens(model):
             window_with_first(*bad)
 
 
-class Letters:
-    """A letter is a piece."""
-
-    marks = frozenset()
-
-    def __call__(self, text):
-        ids = torch.tensor([ord(letter) - ord("a") for letter in text], dtype=torch.long)
-        return Tokens(text, ids, list(text), [(i, i + 1) for i in range(len(text))])
-
-
 @pytest.fixture(scope="module")
 def decoder():
-    """A random one, small and in float64: rotation, and two heads for each set of keys."""
-    size = Architecture(
-        name="tiny", layers=2, heads=4, kv_heads=2, d_model=20, d_head=6, d_feedforward=16, vocabulary=26, positions=30,
-        norm_eps=1e-5, source="nowhere", licence="none",
-    )  # fmt: skip
-    model = Decoder(size, Letters(), mk.Rotary(6, base=30.0)).double()
-    g = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=g, dtype=torch.float64) * 0.6 + (parameter.ndim == 1))
-    return model
+    return make_decoder()
 
 
 WORDS = ["overthelazydog", "thequickbrownfox", "jumps", "jumpsagain", "ab"]
