@@ -51,8 +51,8 @@ class MultiHeadAttention(nn.Module):
     rows, as in torch's module. They start as there: the first three uniform within √(6 / (fan_in + fan_out)) (Xavier),
     where those of self-attention count as one matrix; `out_proj` uniform within 1/√fan_in; biases zero.
 
-    Cost: 2 · tokens · (entries of the projections), and what `attend` costs for heads · n · m pairs. A list of kernels
-    that shares keys between heads repeats them.
+    Cost: 2 · tokens · (entries of the projections) operations, and what `attend` costs for heads · n · m pairs. Beside a
+    list of kernels, keys that several heads share are copied for each.
     ValueError for counts below 1, heads that do not divide, a list of kernels that is not one per head; TypeError for
     what is no kernel or normaliser.
     Source: Vaswani et al. 2017, section 3.2.2; Ainslie et al. 2023 (GQA) for kv_heads.
@@ -91,7 +91,7 @@ class MultiHeadAttention(nn.Module):
         head_dim = embed_dim // heads if head_dim is None else head_dim
         value_dim = head_dim if value_dim is None else value_dim
         _check_counts(head_dim=head_dim, value_dim=value_dim)
-        if isinstance(dropout, bool) or not 0.0 <= dropout < 1.0:
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout={dropout}: expected a probability from 0 up to, not including, 1")
         self.embed_dim, self.heads, self.kv_heads = embed_dim, heads, kv_heads
         self.head_dim, self.value_dim, self.dropout = head_dim, value_dim, float(dropout)

@@ -584,6 +584,8 @@ def test_the_readmes_example() -> None:
         ({"value_dim": -1}, ValueError, "value_dim=-1: expected"),
         ({"key_dim": (3, 0)}, ValueError, "key_dim=0: expected"),
         ({"key_dim": (3, 4, 5)}, ValueError, r"key_dim=\(3, 4, 5\): expected one width, or"),
+        ({"dropout": "0.1"}, ValueError, r"dropout=0\.1: expected a probability"),
+        ({"dropout": True}, ValueError, "dropout=True: expected a probability"),
         ({"dropout": 1.0}, ValueError, r"dropout=1\.0: expected a probability"),
         ({"kernel": [mk.Dot()] * 3}, ValueError, "kernel: a list of 3, expected one for each of 4 heads"),
         ({"kernel": mk.Dot}, TypeError, "kernel: expected a MatchKernel .* add parentheses"),
