@@ -51,8 +51,8 @@ class MultiHeadAttention(nn.Module):
     rows, as in torch's module. They start as there: the first three uniform within √(6 / (fan_in + fan_out)) (Xavier),
     where those of self-attention count as one matrix; `out_proj` uniform within 1/√fan_in; biases zero.
 
-    Cost: 2 · tokens · (entries of the projections) operations, and what `attend` costs for heads · n · m pairs. Beside a
-    list of kernels, keys that several heads share are copied for each.
+    Cost: 2 · tokens · (entries of the projections) operations, and `attend` for heads · n · m pairs. Beside a list of
+    kernels, keys that several heads share are copied for each.
     ValueError for counts below 1, heads that do not divide, a list of kernels that is not one per head; TypeError for
     what is no kernel or normaliser.
     Source: Vaswani et al. 2017, section 3.2.2; Ainslie et al. 2023 (GQA) for kv_heads.
