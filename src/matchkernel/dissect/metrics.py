@@ -137,7 +137,7 @@ def head_metrics(
 
     Cost: a few passes over (L, h, n, n) per metric.
     Sources: Clark et al. 2019, section 3, for previous, next, separator and entropy; Olsson et al. 2022 for induction
-    ("prefix matching"); Voita et al. 2019, section 5, for heads called positional by such shares.
+    ("prefix matching"); Voita et al. 2019, section 5, who call a head positional by where its largest weight falls.
     """
     chosen = METRICS if names is None else tuple(names)
     for name in chosen:
@@ -317,8 +317,7 @@ class _View:
 
     def _induction(self) -> Tensor:
         before = self.ids.roll(1)
-        follows = self.rows & self.rows.roll(1)
-        return (before == self.ids[:, None]) & (self.offset < 0) & self.pairs & follows & (self._place > 0)
+        return (before == self.ids[:, None]) & (self.offset < 0) & self.pairs & (self._place > 0)
 
     def _punctuation(self) -> Tensor:
         tokens = self.reading.tokens

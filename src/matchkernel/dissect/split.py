@@ -98,7 +98,7 @@ def split(model: Encoder, text: str | Tokens, layer: int = 0) -> Split:
         TypeError: a model that is not an `Encoder`: a decoder adds no positions to its input, it rotates.
         ValueError: another layer than 0.
 
-    Source: Ke, He & Liu 2021 (TUPE), eq. 6, who leave the LayerNorm out.
+    Source: Ke, He & Liu 2021, section 3.1, who leave the LayerNorm out.
     """
     if not isinstance(model, Encoder):
         raise TypeError(
