@@ -20,8 +20,8 @@ from .package import ModelFileError, ModelMissingError
 from .tokens import Tokens
 
 FIGURES = ("heads.png", "tables.png", "offsets.png")
-MOST_MEMORY = 2**30
-"""Bytes that the scores and weights of one text may take; measuring them takes three or four times that."""
+MOST_MEMORY = 2**29
+"""Bytes that the scores and weights of one text may take; measuring them takes seven times that."""
 REACH = 8
 """Offsets that are drawn, either way."""
 REFUSED, NO_MODEL = 2, 1
@@ -168,7 +168,7 @@ def _tokens(model: Model, number: int, text: str) -> Tokens:
     if memory > MOST_MEMORY:
         most = int((MOST_MEMORY / (2 * size.layers * size.heads * 4)) ** 0.5)
         raise Refused(
-            f"text {number} has {len(tokens)} tokens, and its tables would take {memory / 2**30:.1f} GiB; "
+            f"text {number} has {len(tokens)} tokens, and its tables would take {memory / 2**20:.0f} MiB; "
             f"cut it into texts of at most {most} tokens"
         )
     return tokens

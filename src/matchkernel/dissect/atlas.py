@@ -50,7 +50,9 @@ class Atlas:
     """The numbers of every head of a model.
 
     `str()` is the table. What it says of a head holds for these texts: a head that is picked out of many because its
-    number is the highest has to be measured again on others (`confirm`).
+    number is the highest has to be measured again on others (`confirm`). And chance knows positions, not words: a head
+    that sends every token to one word sends it from that word's repetitions too, and shows as "same" (its table of
+    weights, with a column, tells).
 
     Attributes:
         model: its name.
@@ -150,8 +152,8 @@ def atlas(model: Model, texts: Sequence[str | Tokens], *, margin: float = 0.2) -
     Raises:
         ValueError: no text, or a text that is too long or too short.
 
-    Cost: each text is read twice, so that only one reading is in memory: 2 · layers · heads · n² numbers, and some
-    three times that while it is measured. About 10 ms a head for its form.
+    Cost: each text is read twice, so that only one reading is in memory: 2 · layers · heads · n² numbers, and
+    seven times that while it is measured. About 10 ms a head for its form.
     """
     if isinstance(texts, str) or not texts:
         raise ValueError("texts must be a list of at least one text; for one text write [text]")
