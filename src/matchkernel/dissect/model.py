@@ -18,6 +18,9 @@ from .reading import Reading
 from .step import Intervene, Mask, Place, Step, Window
 from .tokens import Tokens
 
+KEPT = ("inputs", "queries", "keys", "values", "scores", "weights", "mixed")
+"""What a reading keeps of each layer, in this order."""
+
 
 class Block(nn.Module, ABC):
     """One layer: its attention's projections, and what surrounds the attention step."""
@@ -191,7 +194,8 @@ class Model(nn.Module, ABC):
         """One text through the layers: the fields of a `Reading`."""
         x = self._embed([tokens])
         around = step.around([tokens], x.device)
-        hidden, kept = [x], []
+        hidden = [x]
+        kept: dict[str, list[Tensor]] = {name: [] for name in KEPT}
         for index in range(self.size.layers):
             block = self._block(index)
             inputs = block.inputs(x)
@@ -199,15 +203,22 @@ class Model(nn.Module, ABC):
             weights = step.weights(index, inputs, q, k, around)
             mixed = weights @ v
             scores = step.scores(index, inputs, q, k, around)
-            kept.append((inputs, *step.shown(index, q, k), v, scores, weights, mixed))
+            met = (inputs, *step.shown(index, q, k), v, scores, weights, mixed)
+            for name, tensor in zip(KEPT, met, strict=True):
+                kept[name].append(tensor)
             x = block.finish(x, mixed)
             hidden.append(x)
-        names = ("inputs", "queries", "keys", "values", "scores", "weights", "mixed")
-        fields = {name: torch.cat(parts) for name, parts in zip(names, zip(*kept, strict=True), strict=True)}
-        return {"tokens": tokens, "hidden": torch.cat(hidden), **fields}
+        return {"tokens": tokens, "hidden": torch.cat(hidden), **{name: _joined(parts) for name, parts in kept.items()}}
 
     def _block(self, index: int) -> Block:
         return cast(Block, self.layers[index])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The layers' tensors as one. The list is emptied: tables of all layers are not to be held twice."""
+    joined = torch.cat(parts)
+    parts.clear()
+    return joined
 
 
 def batches(texts: Sequence[Tokens], most: int) -> list[list[int]]:

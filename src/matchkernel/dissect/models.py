@@ -40,8 +40,9 @@ def load(name: str = "minilm") -> Model:
             what to run.
         ModelFileError: a file is not the one this loader was written for; names it, the expected and the found sha256.
 
-    Cost: MiniLM about a second, most of it hashing the file. SmolLM2 4 seconds of one core, and 870 MiB at the most on
-    top of torch's own 220. e5 2 seconds, and 550 MiB. Every call reads the files again, so two models share nothing.
+    Cost: MiniLM about a second, most of it hashing the file. SmolLM2 4 to 5 seconds of one core, and 870 MiB at the
+    most on top of torch's own 220. e5 2 seconds, and 550 MiB. Every call reads the files again, so two models share
+    nothing.
     """
     if name not in LOADERS:
         raise ValueError(f"no model is called {name!r}; the known models are {sorted(LOADERS)}")
