@@ -156,6 +156,15 @@ def by_hand(
     return torch.stack(texts)
 
 
+def from_weights(made: mk.MultiHeadAttention, weights: Tensor, tokens: Tensor) -> Tensor:
+    """The output that these weights make of the values of these tokens."""
+    batch, m = tokens.shape[:2]
+    values = made.v_proj(tokens).reshape(batch, m, made.kv_heads, made.value_dim)
+    groups = made.heads // made.kv_heads
+    answers = [weights[:, h] @ values[:, :, h // groups] for h in range(made.heads)]
+    return made.out_proj(torch.cat(answers, dim=-1))
+
+
 KERNELS = ("default", "gaussian per head", "alibi", "rotary", "own", "list")
 NORMALIZERS = ("default", "temperature per head", "sink per head", "scalable", "sigmoid", "entmax")
 MASKS = ("none", "rows", "keys", "heads", "float", "all")
@@ -220,6 +229,7 @@ def test_any_configuration_is_its_heads_one_by_one(seed: int) -> None:
     out, weights = made(query, causal=causal, window=window, need_weights=True, **call)
     assert_close(out, expected, rtol=1e-7, atol=1e-9)
     assert weights.shape == (batch, heads, n, m)
+    assert_close(from_weights(made, weights, value), out, rtol=0, atol=1e-11)
     forbidden = [
         not allowed(b, h, i, j) for b in range(batch) for h in range(heads) for i in range(n) for j in range(m)
     ]
@@ -227,15 +237,6 @@ def test_any_configuration_is_its_heads_one_by_one(seed: int) -> None:
 
 
 # ---- what the weights are --------------------------------------------------------------------------------------
-
-
-def from_weights(made: mk.MultiHeadAttention, weights: Tensor, tokens: Tensor) -> Tensor:
-    """The output that these weights make of these tokens' values."""
-    batch, m = tokens.shape[:2]
-    values = made.v_proj(tokens).reshape(batch, m, made.kv_heads, made.value_dim)
-    groups = made.heads // made.kv_heads
-    answers = [weights[:, h] @ values[:, :, h // groups] for h in range(made.heads)]
-    return made.out_proj(torch.cat(answers, dim=-1))
 
 
 @pytest.mark.parametrize("kernel", ["default", "list"])
@@ -509,6 +510,23 @@ def test_smaller_types(kernel: str, dtype: torch.dtype) -> None:
     budget = 12 * torch.finfo(dtype).eps
     for ours, truth in ((out, expected), (made(x, causal=True), expected), (table, weights)):
         assert_close(ours.double(), truth, rtol=budget, atol=budget)
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_device(kernel: str, device: str) -> None:
+    made = layer(8, 4, kernel=kernels(kernel, 4)[0], normalizer=mk.SinkSoftmax(torch.arange(4.0)), head_dim=6)
+    x, mask = draw(2, 5, 8), draw(2, 1, 1, 5) > -0.8
+    expected = made(x, mask=mask, causal=True, need_weights=True)
+    made, x, mask = made.to(device), x.to(device), mask.to(device)
+    found = made(x, mask=mask, causal=True, need_weights=True)
+    cache = mk.KeyValueCache()
+    pieces = [made(x[:, :3], mask=mask[..., :3], causal=True, cache=cache)]
+    pieces.append(made(x[:, 3:], mask=mask, causal=True, cache=cache))
+    assert cache.keys is not None and cache.keys.device.type == device
+    for ours, truth in zip((*found, torch.cat(pieces, dim=1)), (*expected, expected[0]), strict=True):
+        assert ours.device.type == device
+        assert_close(ours.cpu(), truth, rtol=1e-6, atol=1e-6)
 
 
 def test_autocast() -> None:
