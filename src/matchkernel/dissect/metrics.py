@@ -107,7 +107,7 @@ def head_metrics(
 
     A metric names target keys for each query, and is the mean over rows of the attention that falls on them:
     mean_i Σ_{j ∈ target(i)} α_ij. Rows are those of content tokens; a row counts when it has a choice, that is when it
-    may attend to a target and to something else.
+    may attend to a target and to something else. ::
 
       previous     j = i − 1            next  j = i + 1            self  j = i            (content tokens)
       same         another token with the same id; under a causal mask an earlier one
