@@ -10,7 +10,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Example|Examples|Source|Cost):\s*$")
+SECTION = re.compile(r"^(Args|Arguments|Attributes|Returns|Raises|Example|Examples|Source|Cost):\s*$")
 ARGUMENT = re.compile(r"^(?P<names>[*\w]+(?:, [*\w]+)*): (?P<text>.*)$")
 
 

@@ -107,17 +107,17 @@ def head_metrics(
 
     A metric names target keys for each query, and is the mean over rows of the attention that falls on them:
     mean_i Σ_{j ∈ target(i)} α_ij. Rows are those of content tokens; a row counts when it has a choice, that is when it
-    may attend to a target and to something else. ::
+    may attend to a target and to something else.
 
-      previous     j = i − 1            next  j = i + 1            self  j = i            (content tokens)
-      same         another token with the same id; under a causal mask an earlier one
-      induction    the token after an earlier token with the same id
-      long         a content token further away than `reach` tokens
-      punctuation  another content token without a letter or a digit
-      first        the first token, whatever it is: [CLS], or where a decoder's text begins
-      separator    a mark after the first content token: [SEP]
-      sink         the one key that receives most from all rows together, chosen for each head and text
-      entropy      not a share: −Σ_j α_ij log α_ij / log m_i, m_i keys that row i may attend to; uniform is 1
+        previous     j = i − 1            next  j = i + 1            self  j = i            (content tokens)
+        same         another token with the same id; under a causal mask an earlier one
+        induction    the token after an earlier token with the same id
+        long         a content token further away than `reach` tokens
+        punctuation  another content token without a letter or a digit
+        first        the first token, whatever it is: [CLS], or where a decoder's text begins
+        separator    a mark after the first content token: [SEP]
+        sink         the one key that receives most from all rows together, chosen for each head and text
+        entropy      not a share: −Σ_j α_ij log α_ij / log m_i, m_i keys that row i may attend to; uniform is 1
 
     Args:
         readings: of one model; read one at a time, so a generator keeps memory small.

@@ -20,7 +20,7 @@ class Split:
     """The scores of layer 0 as the sum of nine terms: each part of the query with each part of the key.
 
     The first layer reads x_i = LayerNorm(w_i + p_i + t): word, position and segment vector. Taking the mean away is
-    linear, and dividing by the standard deviation σ_i of the sum is linear too once σ_i is held at what it is, so ::
+    linear, and dividing by the standard deviation σ_i of the sum is linear too once σ_i is held at what it is, so
 
         x_i = γ (w_i − w̄_i)/σ_i  +  γ (p_i − p̄_i)/σ_i  +  γ (t − t̄)/σ_i + β
               content               position               rest
