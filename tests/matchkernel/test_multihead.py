@@ -534,8 +534,11 @@ def test_autocast() -> None:
     x = draw(2, 9, 16, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         out = made(x, causal=True)
-    assert out.dtype == torch.bfloat16
-    assert_close(out.float(), made(x, causal=True), rtol=0.05, atol=0.05)
+        # As it comes from a layer before, in the smaller type.
+        again = made(x.bfloat16(), causal=True)
+    assert out.dtype == again.dtype == torch.bfloat16
+    for found in (out, again):
+        assert_close(found.float(), made(x, causal=True), rtol=0.05, atol=0.05)
 
 
 def test_vmap_and_forward_mode() -> None:

@@ -174,11 +174,19 @@ def test_what_cannot_be_carried_from_torch() -> None:
         mk.MultiHeadAttention.from_torch(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
+class Steeper(mk.ScaledDot):
+    """A scaled dot product in name, with other scores."""
+
+    def scale(self, width: int) -> float:
+        return 2.0 * super().scale(width)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"kernel": mk.Gaussian()}, r"kernel Gaussian\(bandwidth=1\): torch\.nn\.MultiheadAttention has ScaledDot"),
         ({"kernel": mk.Rotary(2)}, "kernel Rotary"),
+        ({"kernel": Steeper()}, r"kernel Steeper\(\)"),
         ({"kernel": [mk.ScaledDot()] * 3 + [mk.Dot()]}, r"kernel Dot\(\)"),
         ({"normalizer": mk.Softmax(0.5)}, r"normalizer Softmax\(temperature=0\.5\)"),
         ({"normalizer": mk.Softmax(torch.ones(4))}, "normalizer Softmax"),
