@@ -128,17 +128,18 @@ def test_there_and_back(settings: dict[str, Any], bias: bool) -> None:
     assert mk.MultiHeadAttention.from_torch(module.train()).training and layer.train().to_torch().training
 
 
-def test_nothing_is_shared_with_the_module() -> None:
-    module = theirs()
+@pytest.mark.parametrize("settings", [{}, {"kdim": 6}])
+def test_nothing_is_shared_with_the_module(settings: dict[str, Any]) -> None:
+    module = theirs(**settings)
     layer = mk.MultiHeadAttention.from_torch(module)
     back = layer.to_torch()
-    x = draw(BATCH, N, 8)
-    expected = layer(x)
+    given = draw(BATCH, N, 8), draw(BATCH, M, module.kdim, seed=1), draw(BATCH, M, 8, seed=2)
+    expected = layer(*given)
     with torch.no_grad():
         for made in (module, back):
             for parameter in made.parameters():
                 parameter.zero_()
-    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(*given), expected)
 
 
 def test_a_layer_of_ours_becomes_torchs() -> None:
