@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,20 +114,26 @@ def _run(options: argparse.Namespace) -> None:
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # Before the work, not after it. A file is made, since not every system tells who may write where.
+            with tempfile.TemporaryFile(dir=folder):
+                pass
         except OSError as error:
             raise Refused(f"--out {folder}: {error.strerror}") from error
 
     found = atlas(model, read)
     _print(found, model, read, options)
     if folder is not None:
-        _draw(found, model, read[0], folder)
+        try:
+            _draw(found, model, read[0], folder)
+        except OSError as error:
+            raise Refused(f"--out {folder}: {error.strerror or error}") from error
 
 
 def _texts(options: argparse.Namespace) -> list[str]:
     texts = list(options.text)
     for name in options.file:
         try:
-            content = Path(name).read_text(encoding="utf-8")
+            content = Path(name).read_text(encoding="utf-8-sig")  # the mark that some editors put first is no text
         except OSError as error:
             raise Refused(f"--file {name}: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -148,9 +155,15 @@ def _texts(options: argparse.Namespace) -> list[str]:
 
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise Refused(f"--out {folder}: there is a file of that name")
-    there = [name for name in FIGURES if (folder / name).exists()]
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise Refused(f"--out {folder}: there is a file of that name")
+        there = [name for name in FIGURES if (folder / name).exists()]
+        taken = [name for name in there if not (folder / name).is_file()]
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise Refused(f"--out {folder}: {error.strerror}") from error
+    if taken:
+        raise Refused(f"--out {folder}: {', '.join(taken)} in it is no file")
     if there and not overwrite:
         raise Refused(f"{folder} already holds {', '.join(there)}: name another folder with --out, or add --overwrite")
 

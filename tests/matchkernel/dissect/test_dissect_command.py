@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import matplotlib
@@ -124,6 +125,14 @@ WRONG = {
     "no number": (["minilm", "--text", TEXT, "--top", "x"], "argument --top: invalid int value: 'x'"),
     "no option": (["minilm", "--txt", TEXT], "unrecognized arguments: --txt"),
     "both": (["minilm", "--text", TEXT, "--out", "x", "--no-figures"], "argument --no-figures: not allowed with"),
+    "out is a name too long": (
+        ["minilm", "--text", TEXT, "--out", "a" * 300],
+        f"--out {'a' * 300}: File name too long",
+    ),
+    "a figure's name is taken": (
+        ["minilm", "--text", TEXT, "--out", "folder", "--overwrite"],
+        "--out folder: heads.png in it is no file",
+    ),
     "out is a file": (
         ["minilm", "--text", TEXT, "--out", "latin.txt"],
         "--out latin.txt: there is a file of that name",
@@ -133,7 +142,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_command_is_refused_before_the_model_is_opened(closed, capsys, case):
-    (closed / "folder").mkdir()
+    (closed / "folder/heads.png").mkdir(parents=True)
     (closed / "latin.txt").write_bytes("café noir".encode("latin-1"))
     (closed / "blank.txt").write_text("\n \n")
     arguments, message = WRONG[case]
@@ -162,6 +171,38 @@ def test_a_folder_that_cannot_be_made_is_refused(opened, capsys):
     (opened / "file").write_text("")
     status, line = refusal(capsys, "minilm", "--text", TEXT, "--out", "file/below")
     assert (status, line) == (2, "--out file/below: Not a directory")
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(opened, capsys, monkeypatch):
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # what the system says; root may write anywhere
+    status, line = refusal(capsys, "minilm", "--text", TEXT, "--out", "locked")
+    assert (status, line) == (2, "--out locked: Permission denied")
+
+
+def test_a_disk_that_is_full_is_told_in_one_line(opened, capsys, monkeypatch):
+    def fail(figure, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(figures, "save", fail)
+    assert command.main(["minilm", "--text", TEXT, "--out", "full"]) == 2
+    assert capsys.readouterr().err == "matchkernel.dissect: --out full: No space left on device\n"
+
+
+def test_the_byte_order_mark_of_a_file_is_no_text(opened, capsys):
+    Path("plain.txt").write_text(TEXT, encoding="utf-8")
+    Path("marked.txt").write_text(TEXT, encoding="utf-8-sig")
+    assert command._texts(command._parser().parse_args(["smollm2", "--file", "marked.txt"])) == [TEXT]
+    printed = []
+    for name in ("plain.txt", "marked.txt"):
+        assert command.main(["minilm", "--file", name, "--no-figures"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    Path("blank.txt").write_text("\n", encoding="utf-8-sig")
+    status, line = refusal(capsys, "minilm", "--file", "blank.txt")
+    assert (status, line) == (2, "--file blank.txt: there is no text in it")
 
 
 def test_a_missing_package_and_an_altered_file_are_the_other_status(capsys, monkeypatch, tmp_path):
