@@ -20,6 +20,8 @@ from .normalizers import Normalizer, Softmax
 from .shapes import broadcast, split
 
 _REFERENCE = Reference()
+_CAST = {torch.float32, torch.float16, torch.bfloat16}
+"""What autocast makes one of."""
 Part = TypeVar("Part", bound=nn.Module)
 
 
@@ -101,8 +103,7 @@ class MultiHeadAttention(nn.Module):
         self.out_proj = _linear(heads * value_dim, embed_dim, bias)
         self.kernel = _one_or_each(ScaledDot() if kernel is None else kernel, heads)
         self.normalizer = Softmax() if normalizer is None else normalizer
-        if not isinstance(self.normalizer, Normalizer):
-            raise TypeError(f"normalizer: expected a Normalizer, got {normalizer!r}{_hint(normalizer)}")
+        _check_normalizer(self.normalizer)
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -156,6 +157,7 @@ class MultiHeadAttention(nn.Module):
         A query that may attend to nothing gets `out_proj.bias` (torch's module: NaN). Dropout forms the n × m table.
         """
         key, value, lead = self._check(query, key, value, cache)
+        _check_normalizer(self.normalizer)
         q = split(self.q_proj(query), -1, (self.heads, self.head_dim)).transpose(-2, -3)
         k = split(self.k_proj(key), -1, (self.kv_heads, self.head_dim)).transpose(-2, -3)
         v = split(self.v_proj(value), -1, (self.kv_heads, self.value_dim)).transpose(-2, -3)
@@ -204,6 +206,8 @@ class MultiHeadAttention(nn.Module):
         """The heads of each kernel, together."""
         if isinstance(self.kernel, MatchKernel):
             return [(list(range(self.heads)), self.kernel)]
+        # Again, since another one may have been put in.
+        _check_list(self.kernel, self.heads)
         shares: list[tuple[list[int], MatchKernel]] = []
         for head, kernel in enumerate(self.kernel):
             assert isinstance(kernel, MatchKernel)
@@ -239,7 +243,7 @@ class MultiHeadAttention(nn.Module):
                 raise ValueError(
                     f"{name} has shape {tuple(x.shape)}{by_default}: expected (batch, tokens, {projection.in_features})"
                 )
-            if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            if x.dtype != dtype and not (torch.is_autocast_enabled(x.device.type) and {x.dtype, dtype} <= _CAST):
                 raise TypeError(f"{name} has dtype {x.dtype}: expected the layer's, {dtype}")
         lead = broadcast(*(x.shape[:-2] for x in given.values()))
         if lead is None:
@@ -339,13 +343,22 @@ def _one_or_each(kernel: MatchKernel | Sequence[MatchKernel], heads: int) -> Mat
     """One kernel for all heads, or a list of one per head."""
     if isinstance(kernel, MatchKernel):
         return kernel
+    _check_list(kernel, heads)
+    return nn.ModuleList(kernel)
+
+
+def _check_list(kernel: object, heads: int) -> None:
     if not isinstance(kernel, (Sequence, nn.ModuleList)) or not all(isinstance(each, MatchKernel) for each in kernel):
         raise TypeError(
             f"kernel: expected a MatchKernel or a list of them, one per head, got {kernel!r}{_hint(kernel)}"
         )
     if len(kernel) != heads:
         raise ValueError(f"kernel: a list of {len(kernel)}, expected one for each of {heads} heads")
-    return nn.ModuleList(kernel)
+
+
+def _check_normalizer(normalizer: object) -> None:
+    if not isinstance(normalizer, Normalizer):
+        raise TypeError(f"normalizer: expected a Normalizer, got {normalizer!r}{_hint(normalizer)}")
 
 
 def _for_heads(module: Part, at: list[int], heads: int) -> Part:

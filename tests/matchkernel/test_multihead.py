@@ -448,6 +448,29 @@ def test_another_kernel_can_be_put_in() -> None:
     assert_close(made(x), layer(8, 2, kernel=Cauchy())(x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "error", "message"),
+    [
+        ("kernel", torch.nn.ModuleList([Cauchy()] * 2), ValueError, "kernel: a list of 2, expected one for each of 4"),
+        ("kernel", torch.nn.ModuleList([Cauchy()] * 8), ValueError, "kernel: a list of 8, expected one for each of 4"),
+        ("kernel", torch.nn.ModuleList([torch.nn.Tanh()] * 4), TypeError, "kernel: expected a MatchKernel or a list"),
+        ("kernel", torch.nn.Tanh(), TypeError, r"kernel: expected a MatchKernel or a list .*, got Tanh\(\)"),
+        ("kernel", None, TypeError, "kernel: expected a MatchKernel or a list .*, got None"),
+        ("normalizer", None, TypeError, "normalizer: expected a Normalizer, got None"),
+        ("normalizer", torch.nn.Tanh(), TypeError, r"normalizer: expected a Normalizer, got Tanh\(\)"),
+    ],
+)
+@pytest.mark.parametrize("kernel", [None, [Cauchy() for _ in range(4)]])
+def test_what_is_put_in_is_checked_like_what_is_made(
+    kernel: Any, name: str, given: Any, error: type[Exception], message: str
+) -> None:
+    made = layer(8, 4, kernel=kernel)
+    setattr(made, name, given)
+    for settings in ({}, {"need_weights": True}, {"cache": mk.KeyValueCache()}):
+        with pytest.raises(error, match=message):
+            made(draw(2, 4, 8), **settings)
+
+
 def test_no_input_is_written_to() -> None:
     made = layer(8, 2, dropout=0.3, kernel=[mk.ScaledDot(), Cauchy()])
     given = [draw(2, 5, 8), draw(2, 6, 8, seed=1), draw(2, 6, 8, seed=2), draw(5, 6)]
@@ -536,6 +559,12 @@ def test_autocast() -> None:
         out = made(x, causal=True)
         # As it comes from a layer before, in the smaller type.
         again = made(x.bfloat16(), causal=True)
+        # What autocast leaves as it is has to fit already.
+        for wrong in (x.double(), x.long()):
+            with pytest.raises(TypeError, match=r"query has dtype .*: expected the layer's, torch.float32"):
+                made(wrong)
+        with pytest.raises(TypeError, match=r"query has dtype torch.float32: expected the layer's, torch.float64"):
+            layer(16, 4)(x)
     assert out.dtype == again.dtype == torch.bfloat16
     for found in (out, again):
         assert_close(found.float(), made(x, causal=True), rtol=0.05, atol=0.05)
