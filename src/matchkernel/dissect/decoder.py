@@ -1,5 +1,6 @@
 """A Llama decoder in plain torch, with its attention step open."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -80,11 +81,12 @@ class Decoder(Model):
 
         Raises:
             ValueError: a number outside the vocabulary, no number at all, or more than the model has positions.
+            TypeError: what is no integer.
         """
-        numbers = [int(index) for index in ids]
-        wrong = [index for index in numbers if not 0 <= index < self.size.vocabulary]
-        if wrong:
-            raise ValueError(f"ids {wrong} are outside the vocabulary, 0…{self.size.vocabulary - 1}")
+        if isinstance(ids, Tensor) and ids.dim() != 1:
+            raise ValueError(f"ids has shape {tuple(ids.shape)}: expected one number for each piece")
+        numbers = [operator.index(each) for each in ids]
+        self._check_ids(numbers)
         tokens = self._pieces.from_ids(numbers)
         self._check_length(tokens)
         return tokens

@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Callable, Collection, Sequence
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -174,6 +175,8 @@ def _on_values_of_layer(change: Callable[[Tensor, int], Tensor], places: Collect
 def _within(positions: Sequence[int], n: int) -> list[int]:
     """The positions counted from 0; an IndexError for one that the text does not have."""
     for position in positions:
+        if not isinstance(position, SupportsIndex):
+            raise TypeError(f"a position is an integer, got {position!r}")
         if not -n <= position < n:
             raise IndexError(f"there is no position {position} in a text of {n} tokens")
     return [position % n for position in positions]

@@ -100,10 +100,14 @@ class Model(nn.Module, ABC):
 
         Raises:
             TypeError: text is not a string.
-            ValueError: no piece at all, or more than the model has positions.
+            ValueError: no piece at all, more than the model has positions, or half of a character (a lone surrogate).
         """
         if not isinstance(text, str):
             raise TypeError(f"text must be a string, not {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not valid Unicode: {text[error.start]!r} at {error.start}") from error
         tokens = self._tokenize(text)
         self._check_length(tokens)
         return tokens
@@ -170,7 +174,13 @@ class Model(nn.Module, ABC):
         if not isinstance(text, Tokens):
             return self.tokenize(text)
         self._check_length(text)
+        self._check_ids(text.ids.tolist())
         return text
+
+    def _check_ids(self, ids: list[int]) -> None:
+        wrong = [number for number in ids if not 0 <= number < self.size.vocabulary]
+        if wrong:
+            raise ValueError(f"ids {wrong} are outside the vocabulary, 0…{self.size.vocabulary - 1}")
 
     def _meet(self, index: int, inputs: Tensor, step: Step, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v of one layer, (b, heads, n, d_head) each, as they meet in the attention step."""
@@ -223,6 +233,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 def batches(texts: Sequence[Tokens], most: int) -> list[list[int]]:
     """Indices of texts of equal length, together but at most `most` of them. Nothing needs padding then."""
+    if most < 1:
+        raise ValueError(f"batch={most}: expected at least 1")
     by_length: dict[int, list[int]] = {}
     for index, tokens in enumerate(texts):
         by_length.setdefault(len(tokens), []).append(index)

@@ -97,12 +97,12 @@ def loss_shift(
 def spearman(a: Tensor, b: Tensor) -> float:
     """Spearman's rank correlation of two lists of numbers (n,): Pearson's, of their ranks; ties share their mean rank.
 
-    NaN where it is not defined: one of the lists is constant, or they are shorter than two. ValueError for lists of
-    different lengths.
+    NaN where it is not defined: one of the lists is constant or holds NaN, or they are shorter than two. ValueError for
+    lists of different lengths.
     """
     if a.shape != b.shape or a.dim() != 1:
         raise ValueError(f"a and b have shapes {tuple(a.shape)} and {tuple(b.shape)}: expected two lists of one length")
-    if len(a) < 2:
+    if len(a) < 2 or a.isnan().any() or b.isnan().any():
         return math.nan
     ranks = torch.stack([_ranks(a), _ranks(b)])
     centred = ranks - ranks.mean(-1, keepdim=True)

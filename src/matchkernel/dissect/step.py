@@ -62,8 +62,15 @@ class Step:
             if isinstance(given, Mapping):
                 for place in given:
                     self._check_place(name, place)
+        if not isinstance(self.heads or {}, Mapping):
+            raise TypeError(f"heads: expected a dict {{(layer, head): Head}}, got {type(self.heads).__name__}")
         for at, head in (self.heads or {}).items():
             self._check_head(at, head)
+        for name, made in (("mask", self.mask), ("position", self.position)):
+            if not (made is None or isinstance(made, Tensor) or callable(made)):
+                raise TypeError(f"{name}: expected a tensor or a function of Tokens, got {type(made).__name__}")
+        if not (self.intervene is None or callable(self.intervene)):
+            raise TypeError(f"intervene: expected a function, got {type(self.intervene).__name__}")
 
     def _check_place(self, name: str, place: object) -> None:
         layers, heads = self.size.layers, self.size.heads
@@ -104,17 +111,22 @@ class Step:
         """q, k, v (b, heads, n, d_head) as the hook leaves them; it sees one text at a time."""
         if self.intervene is None:
             return q, k, v
+        replaced = self._replaced(layer)
+        # Copies, since a hook may write to what it is given.
+        met = torch.stack([q[:, replaced], k[:, replaced]])
         changed = [self.intervene(layer, *text) for text in zip(q, k, v, strict=True)]
         for text in changed:
-            shapes = [tuple(part.shape) for part in text]
-            if shapes != [tuple(q.shape[1:])] * 3:
+            if not isinstance(text, (tuple, list)) or not all(isinstance(part, Tensor) for part in text):
+                raise TypeError(f"intervene returned a {type(text).__name__} in layer {layer}; expected q, k, v")
+            shapes, dtypes = [tuple(part.shape) for part in text], {part.dtype for part in text}
+            if shapes != [tuple(q.shape[1:])] * 3 or dtypes != {q.dtype}:
                 raise ValueError(
-                    f"intervene returned shapes {shapes} in layer {layer}; "
-                    f"expected q, k, v, each of shape {tuple(q.shape[1:])}"
+                    f"intervene returned shapes {shapes} of {', '.join(sorted(map(str, dtypes)))} in layer {layer}; "
+                    f"expected q, k, v, each of shape {tuple(q.shape[1:])} and {q.dtype}"
                 )
         queries, keys, values = (torch.stack(part) for part in zip(*changed, strict=True))
-        for index in self._replaced(layer):
-            if not (torch.equal(queries[:, index], q[:, index]) and torch.equal(keys[:, index], k[:, index])):
+        for at, index in enumerate(replaced):
+            if not (torch.equal(queries[:, index], met[0, :, at]) and torch.equal(keys[:, index], met[1, :, at])):
                 raise ValueError(
                     f"intervene changed q or k of head ({layer}, {index}), "
                     "which heads replaces: they would score nothing there"
@@ -130,18 +142,26 @@ class Step:
             return None
         if isinstance(self.mask, Tensor):
             return self.mask.to(device)
-        made = [self.mask(tokens).to(device) for tokens in texts]
-        return torch.stack([mask.expand(*(1,) * (3 - mask.ndim), *mask.shape) for mask in made])
+        made = [self.mask(tokens) for tokens in texts]
+        for mask in made:
+            if not isinstance(mask, Tensor) or mask.ndim > 3:
+                shown = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+                raise ValueError(f"mask returned {shown}; expected a tensor that broadcasts to (heads, n, n)")
+        return torch.stack([mask.expand(*(1,) * (3 - mask.ndim), *mask.shape) for mask in made]).to(device)
 
     def _positions(self, texts: list[Tokens], device: torch.device) -> Tensor:
         if self.position is None:
             return torch.arange(len(texts[0]), device=device)
         made = [self.position if isinstance(self.position, Tensor) else self.position(tokens) for tokens in texts]
         for tokens, position in zip(texts, made, strict=True):
+            if not isinstance(position, Tensor):
+                raise TypeError(f"position returned a {type(position).__name__}; expected a tensor")
             if position.shape != (len(tokens),):
                 raise ValueError(
                     f"position has shape {tuple(position.shape)}; expected ({len(tokens)},), one for each token"
                 )
+            if not position.isfinite().all():
+                raise ValueError("position holds NaN or infinity: no rotation is by such an angle")
         return torch.stack(made).unsqueeze(1).to(device)
 
     def attend(self, layer: int, inputs: Tensor, q: Tensor, k: Tensor, v: Tensor, around: Around) -> Tensor:
@@ -192,6 +212,12 @@ class Step:
             normalizer = _pick(self.normalizer, layer, at[0])
             if (layer, at[0]) in given:
                 others = [given[layer, index] for index in at]
+                for index, other in zip(at, others, strict=True):
+                    if other.W_Q.dtype != inputs.dtype or other.W_Q.device != inputs.device:
+                        raise TypeError(
+                            f"heads[{(layer, index)}] is of {other.W_Q.dtype} on {other.W_Q.device}; "
+                            f"expected the model's {inputs.dtype} on {inputs.device}"
+                        )
                 queries = torch.stack([other.query(inputs) for other in others], dim=1)
                 keys = torch.stack([other.key(inputs) for other in others], dim=1)
                 first = others[0]

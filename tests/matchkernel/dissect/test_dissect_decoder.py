@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import matchkernel as mk
-from matchkernel.dissect import Architecture, Decoder, Tokens
+from matchkernel.dissect import Architecture, Decoder, Tokens, repeated
 
 SIZE = Architecture(
     name="tiny", layers=3, heads=4, kv_heads=2, d_model=24, d_head=8, d_feedforward=20, vocabulary=27, positions=40,
@@ -135,6 +135,18 @@ def test_a_position_for_each_token(tiny, places):
         tiny.read(TEXT, position=places)
     with pytest.raises(ValueError, match=r"position has shape .*; expected \(21,\)"):
         tiny.losses([TEXT], position=lambda tokens: places)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_positions_are_finite_tensors(tiny, bad):
+    places = torch.arange(21.0).index_fill(0, torch.tensor(4), bad)
+    for run in (tiny.read, lambda text, position: tiny.losses([text], position=position)):
+        with pytest.raises(ValueError, match="position holds NaN or infinity"):
+            run(TEXT, position=places)
+        with pytest.raises(TypeError, match="position returned a list; expected a tensor"):
+            run(TEXT, position=lambda tokens: list(range(len(tokens))))
+        with pytest.raises(TypeError, match="position: expected a tensor or a function of Tokens, got list"):
+            run(TEXT, position=list(range(21)))
 
 
 def test_inputs_make_queries_keys_and_values(tiny):
@@ -345,6 +357,19 @@ def test_a_text_may_be_given_by_its_numbers(tiny):
         tiny.from_ids([])
     with pytest.raises(ValueError, match=r"has 41 tokens; tiny has 40 positions"):
         tiny.from_ids([1] * 41)
+    for ids in (torch.tensor([1.7, 2.0]), "123", [1, 2.0]):
+        with pytest.raises(TypeError, match="integer"):
+            tiny.from_ids(ids)
+    with pytest.raises(ValueError, match=r"ids has shape \(3, 1\): expected one number for each piece"):
+        tiny.from_ids(torch.ones(3, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("wrong", [27, -1])
+def test_pieces_outside_the_vocabulary_are_named(tiny, wrong):
+    text = repeated(torch.tensor([3, wrong]))
+    for run in (tiny.read, lambda text: tiny.losses([text]), tiny.complete):
+        with pytest.raises(ValueError, match=r"ids \[.*\] are outside the vocabulary, 0…26"):
+            run(text)
 
 
 def test_texts_are_checked(tiny):
@@ -353,6 +378,8 @@ def test_texts_are_checked(tiny):
             tiny.read(given)
     with pytest.raises(ValueError, match=r"the text has 41 tokens; tiny has 40 positions"):
         tiny.losses(["a" * 41])
+    with pytest.raises(ValueError, match=r"the text is not valid Unicode: '\\udce9' at 2"):
+        tiny.tokenize("ab\udce9")
     with pytest.raises(TypeError, match="text must be a string, not int"):
         tiny.read(3)
     assert len(tiny.read("a" * 40).losses) == 39

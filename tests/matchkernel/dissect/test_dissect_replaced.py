@@ -105,7 +105,11 @@ def test_kernels_of_other_heads_stand_beside_it(model, trained, wide):
 def test_a_hook_may_change_its_values_but_not_what_no_longer_scores(model, trained, wide):
     silent = model.read(TEXT, heads={(2, 9): wide}, intervene=lambda layer, q, k, v: (q, k, 0 * v))
     assert_close(silent.mixed[2, 9], torch.zeros_like(silent.mixed[2, 9]))
-    for hook in (lambda layer, q, k, v: (2 * q, k, v), lambda layer, q, k, v: (q, k + 1, v)):
+
+    def in_place(layer, q, k, v):
+        return q.zero_(), k, v
+
+    for hook in (lambda layer, q, k, v: (2 * q, k, v), lambda layer, q, k, v: (q, k + 1, v), in_place):
         with pytest.raises(ValueError, match=r"intervene changed q or k of head \(2, 9\), which heads replaces"):
             model.embed([TEXT], heads={(2, 9): wide}, intervene=hook)
 

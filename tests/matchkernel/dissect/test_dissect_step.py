@@ -1,12 +1,14 @@
 """The attention step is open: kernels, normalisers, hooks and masks reach exactly the heads they are meant for."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 import matchkernel as mk
+from matchkernel.dissect import forbid, silence
 
 TEXT = "Because the server is overloaded, the system responds slowly, and finally the request times out."
 
@@ -274,3 +276,38 @@ def test_a_readers_own_kernel_runs(model):
     expected = -(torch.arange(n)[:, None] - torch.arange(n)).abs().float()
     assert_close(reading.scores, expected.expand(6, 12, n, n))
     assert_close(model.embed([TEXT], Recency())[0], reading.sentence, rtol=0, atol=2e-6)
+
+
+HOW_WRONG = [
+    ({"mask": [[True]]}, TypeError, "mask: expected a tensor or a function of Tokens, got list"),
+    ({"mask": lambda tokens: [True] * len(tokens)}, ValueError, "mask returned list; expected a tensor"),
+    ({"mask": lambda tokens: torch.ones(1, 1, 1, 1)}, ValueError, r"mask returned \(1, 1, 1, 1\); expected a tensor"),
+    ({"intervene": 3}, TypeError, "intervene: expected a function, got int"),
+    ({"intervene": lambda layer, q, k, v: None}, TypeError, "intervene returned a NoneType in layer 0"),
+    ({"intervene": lambda layer, q, k, v: v}, TypeError, "intervene returned a Tensor in layer 0; expected q, k, v"),
+    ({"intervene": lambda layer, q, k, v: (q.double(), k, v)}, ValueError, "torch.float32, torch.float64 in layer 0"),
+    ({"heads": [1]}, TypeError, r"heads: expected a dict \{\(layer, head\): Head\}, got list"),
+    ({"intervene": silence([0, 1])}, TypeError, r"a position is an integer, got \[0, 1\]"),
+    ({"mask": forbid("a")}, TypeError, "a position is an integer, got 'a'"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), HOW_WRONG)
+def test_what_is_no_mask_no_hook_and_no_head_is_named(model, change, error, message):
+    with pytest.raises(error, match=message):
+        model.read(TEXT, **change)
+    with pytest.raises(error, match=message):
+        model.embed([TEXT], **change)
+
+
+def test_a_head_of_another_type_than_the_model_is_named(model):
+    head = model.head(2, 9)
+    double = replace(head, **{name: getattr(head, name).double() for name in ("W_Q", "W_K", "b_Q", "b_K")})
+    with pytest.raises(TypeError, match=r"heads\[\(2, 9\)\] is of torch.float64 on cpu; expected the model's"):
+        model.read(TEXT, heads={(2, 9): double})
+
+
+def test_batches_have_at_least_one_text(model):
+    for batch in (0, -1):
+        with pytest.raises(ValueError, match=f"batch={batch}: expected at least 1"):
+            model.embed([TEXT], batch=batch)

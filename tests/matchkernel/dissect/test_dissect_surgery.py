@@ -354,6 +354,8 @@ def test_spearman_equals_scipy_ties_included():
     assert_close(spearman(a, a.exp()), 1.0, rtol=0, atol=1e-12)
     assert_close(spearman(a, -a), -1.0, rtol=0, atol=1e-12)
     assert all(math.isnan(spearman(x, a[: len(x)])) for x in (torch.ones(4), a[:1], a[:0]))
+    unknown = a.clone().index_fill(0, torch.tensor(1), math.nan)
+    assert math.isnan(spearman(unknown, a)) and math.isnan(spearman(a, unknown))
     with pytest.raises(ValueError, match="expected two lists of one length"):
         spearman(a, a[:3])
 
