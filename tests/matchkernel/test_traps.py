@@ -96,6 +96,25 @@ def test_trap_nan_in_a_query_that_sees_nothing(engine: str) -> None:
         assert torch.equal(grads[0][:, :4], torch.zeros(2, 4, 4, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("keys", [1, 2, 3, 15, 40])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_trap_a_nan_in_a_query_is_not_swallowed(engine: str, causal: bool, keys: int) -> None:
+    """With fewer keys than a register has lanes, torch takes a row of NaN scores for one that sees nothing: zeros."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        q, k, v = (x.to(dtype) for x in inputs(4, n=keys, m=keys))
+        q[2, -1, 1] = math.nan
+        k[3, 0, 1] = math.nan
+        raw = sdpa(*(pad(x, (0, 4 - x.shape[-1]))[None] for x in (q, k, v)))
+        assert keys > 1 or not bool(raw[0, 2, -1].isnan().any())
+        for leaves in ((q, k, v), [x.clone().requires_grad_() for x in (q, k, v)]):
+            out = mk.attend(*leaves, causal=causal, engine=engine)
+            assert bool(out[2, -1].isnan().all()) and bool(out[3].isnan().all())
+            assert bool(out[:2].isfinite().all()) and bool(out[2, :-1].isfinite().all())
+            masked = mk.attend(*leaves, causal=causal, engine=engine, mask=torch.arange(keys) > 0)
+            assert bool(masked[3].isfinite().all()) and bool(masked[2, -1].isnan().all()) is (keys > 1)
+
+
 def test_trap_no_double_backward_and_no_forward_mode() -> None:
     """torch's fused kernel has neither."""
     q, k, v = (x.requires_grad_() for x in inputs(2, 3, n=4, m=4, d=4, width=4))

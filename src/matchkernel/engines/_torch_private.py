@@ -11,6 +11,8 @@ from torch.autograd import forward_ad
 _aten: Any = torch.ops.aten
 _forward = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _backward = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+MOST_LANES = 64
+"""Numbers in the widest vector register that any CPU has: 512 bits, and a reserve."""
 _transforming: Any = getattr(torch._C, "_are_functorch_transforms_active", None)
 
 
@@ -23,7 +25,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, 
     """Output (b, h, n, d) and log-sum-exp (b, h, n) of softmax(scale · q kᵀ + bias) v; 0 and 0 for a row of −inf."""
     assert _forward is not None
     out, logsumexp = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    if k.shape[-2] < MOST_LANES and bool((logsumexp == 0).any()):
+        # With fewer keys than a register has lanes, torch takes a row of NaN for a row of −inf. The table is narrow.
+        unknown = _unknown(q, k, bias, causal)
+        out = out.masked_fill(unknown.unsqueeze(-1), torch.nan)
+        logsumexp = logsumexp.masked_fill(unknown, torch.nan)
     return out, logsumexp
+
+
+def _unknown(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+    """(b, h, n) bool: where a row has a score that is NaN, of those that are not forbidden."""
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
+    if bias is not None:
+        scores = torch.where(bias == -torch.inf, bias, scores + bias)
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores.isnan().any(-1)
 
 
 def backward(
