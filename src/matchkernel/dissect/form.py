@@ -42,7 +42,8 @@ class Form:
     Attributes:
         singular_values: (min(r, d_model),) of M, largest first.
         eigenvalues: (min(2r, d_model),) of S, largest first; its other eigenvalues are zero.
-        rank: how many singular values are above rounding, σ > σ₁ · d_model · ε with the ε of the weights' own type.
+        rank: how many singular values are above rounding, σ > σ₁ · min(d_model · ε, √ε) with the ε of the weights' own
+            type.
         overlap: mean squared cosine of the principal angles between the directions of the stream that W_Q and W_K read:
             0 for orthogonal subspaces, 1 for the same; r/d_model by chance.
         query_term: ‖W_Q b_K‖, how fast a score's query term x W_Q b_Kᵀ grows with x; softmax does not see it.
@@ -246,7 +247,9 @@ def _form(left: Tensor, right: Tensor, b_q: Tensor, b_k: Tensor, stored: torch.d
     if not 0 < float(core.abs().max()) < math.inf:
         raise ValueError("the form is zero or not finite: W_Q W_Kᵀ needs finite entries, and one other than 0")
     singular = torch.linalg.svdvals(core)[: min(width, left.shape[0])]
-    least = max(left.shape) * torch.finfo(stored).eps
+    eps = torch.finfo(stored).eps
+    # In types of 16 bits the first is 1 and more, above which there is nothing.
+    least = min(max(left.shape) * eps, math.sqrt(eps))
     return Form(
         singular_values=singular,
         eigenvalues=torch.linalg.eigvalsh((core + core.mT) / 2).flip(0),

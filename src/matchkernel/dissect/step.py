@@ -222,7 +222,8 @@ class Step:
                 keys = torch.stack([other.key(inputs) for other in others], dim=1)
                 first = others[0]
                 queries, keys = first.rotate(queries, around.position), first.rotate(keys, around.position)
-                yield _Share(at, queries, keys, first.scale * Dot(), normalizer, permitted)
+                # Autocast multiplies in a smaller type and adds a bias in the wider one.
+                yield _Share(at, queries.to(q.dtype), keys.to(k.dtype), first.scale * Dot(), normalizer, permitted)
             else:
                 yield _Share(at, q[:, at], k[:, at], _pick(self.kernel, layer, at[0]), normalizer, permitted)
 

@@ -202,6 +202,23 @@ def test_overlap_is_the_mean_squared_cosine_of_the_principal_angles():
     assert replace(head, W_Q=plane, W_K=plane @ draw(2, 2)).form().overlap == pytest.approx(1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_head_in_16_bits_has_a_rank_and_an_overlap(dtype):
+    """384 · ε is 3 in bfloat16: no singular value is three times the greatest."""
+    head = make(384, 8, dtype=torch.float64)
+    whole, small = (each.form() for each in (head, to(head, dtype)))
+    assert small.rank == whole.rank == 8
+    assert small.overlap == pytest.approx(whole.overlap, rel=0.05)
+    fewer = to(replace(head, W_Q=head.W_Q * (torch.arange(8) < 3)), dtype)
+    assert fewer.form().rank == 3
+    mixed = to(replace(head, W_Q=head.W_Q[:, :3] @ draw(3, 8, seed=9)), dtype)
+    assert mixed.form().rank == 3, "what rounding adds is no direction"
+
+
+def to(head, dtype):
+    return replace(head, **{name: getattr(head, name).to(dtype) for name in ("W_Q", "W_K", "b_Q", "b_K")})
+
+
 def test_rank_counts_what_is_above_the_rounding_of_the_weights():
     head = make(40, 8, dtype=torch.float32)
     U, S, V = torch.linalg.svd(head.M.double())

@@ -171,3 +171,13 @@ def test_a_rotated_head_turns_each_chunk_and_leaves_its_bias_columns(smollm):
     spread = smollm.read(text, heads={(7, 4): doubled}, position=places)
     expected = doubled.scores(spread.inputs[7], query_position=places, key_position=places)
     assert_close(spread.scores[7, 4][earlier], expected[earlier], rtol=1e-4, atol=1e-3)
+
+
+def test_a_replaced_head_runs_under_autocast(model, trained, wide):
+    heads = {(2, 9): wide, (3, 1): model.head(3, 1)}
+    expected = model.embed([TEXT], heads=heads)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.embed([TEXT], heads=heads)
+        read = model.read(TEXT, heads=heads)
+    assert_close(found.float(), expected, rtol=0, atol=0.02)
+    assert_close(read.sentence.float(), expected[0], rtol=0, atol=0.02)
