@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,7 @@ from .shapes import broadcast, split
 _REFERENCE = Reference()
 _CAST = {torch.float32, torch.float16, torch.bfloat16}
 """What autocast makes one of."""
+_TORCH_NAMES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias")
 Part = TypeVar("Part", bound=nn.Module)
 
 
@@ -277,7 +279,11 @@ class MultiHeadAttention(nn.Module):
                 bias=module.in_proj_bias is not None,
                 dropout=module.dropout,
             )
-        layer.load_state_dict(from_torch_layout(module.state_dict()), assign=True)
+        # Not its state_dict, which holds other names where a weight is parametrized.
+        weights = [*_TORCH_NAMES, "out_proj.weight", "out_proj.bias"]
+        held = {name: attrgetter(name)(module) for name in weights}
+        state = {name: x.detach() for name, x in held.items() if x is not None}
+        layer.load_state_dict(from_torch_layout(state), assign=True)
         return layer.train(module.training)
 
     def to_torch(self) -> nn.MultiheadAttention:

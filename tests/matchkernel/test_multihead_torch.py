@@ -160,6 +160,21 @@ def test_sequence_first_modules_carry_their_weights() -> None:
     assert_close(layer(x.transpose(0, 1)).transpose(0, 1), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("settings", [{}, {"kdim": 6, "vdim": 10}])
+def test_parametrized_weights_are_carried_as_they_stand(settings: dict[str, Any]) -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    module = theirs(**settings)
+    for owner, name in ((module, "q_proj_weight" if settings else "in_proj_weight"), (module.out_proj, "weight")):
+        torch.nn.utils.parametrize.register_parametrization(owner, name, Twice())
+    q, k, v = draw(BATCH, N, 8), draw(BATCH, M, module.kdim), draw(BATCH, M, module.vdim)
+    made = mk.MultiHeadAttention.from_torch(module)
+    assert_close(made(q, k, v), module(q, k, v, need_weights=False)[0])
+    assert all(x.is_leaf and x.requires_grad for x in made.parameters())
+
+
 def test_chance_is_left_alone() -> None:
     module = theirs()
     before = torch.get_rng_state()
