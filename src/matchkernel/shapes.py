@@ -24,3 +24,13 @@ def split(x: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
     """x with dimension `dim` as two dimensions of `sizes`, one of which may be −1."""
     parts: Tensor = x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
     return parts
+
+
+def widened(x: Tensor, width: int) -> Tensor:
+    """x with zeros appended to its rows up to `width`."""
+    return x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+
+
+def narrowed(x: Tensor, width: int) -> Tensor:
+    """x without what its rows have beyond `width`; x itself where that is nothing."""
+    return x if x.shape[-1] == width else x[..., :width]

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..shapes import split
+from ..shapes import narrowed, split, widened
 from . import _torch_private
+from ._fused_backward import fused_backward
 
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float]
 
@@ -39,7 +40,10 @@ class FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return _torch_private.forward(*arguments)
+        out, logsumexp = private(*arguments)
+        # What leaves a Function is no view: autograd would let nobody write to it, and give it no tangent.
+        padded = arguments[0].shape[-1] > arguments[2].shape[-1]
+        return out.clone() if padded else out, logsumexp
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Arguments, output: tuple[Tensor, Tensor]) -> None:
@@ -59,7 +63,7 @@ class FusedAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             result = _dense_backward(grad_out, grad_logsumexp, q, k, v, bias, ctx.causal, ctx.scale)
         else:
-            result = _fused_backward(grad_out, grad_logsumexp, q, k, v, out, logsumexp, bias, ctx.causal, ctx.scale)
+            result = fused_backward(grad_out, grad_logsumexp, q, k, v, out, logsumexp, bias, ctx.causal, ctx.scale)
         return *result, None, None, None
 
     @staticmethod
@@ -91,33 +95,6 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     """The mapped dimension in front of the batch, and then part of it."""
     x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
-
-
-def _fused_backward(
-    grad: Tensor,
-    grad_logsumexp: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if grad_logsumexp is None:
-        # The operator reads rows; a gradient expanded from a sum has none.
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        return _torch_private.backward(grad, q, k, v, out, logsumexp, bias, causal, scale)
-    # The gradient of a score is P ∘ (dP − rowsum(dO ∘ O) + dL). The operator takes that row sum itself, so one more
-    # coordinate, 1 in dO and −dL in O, carries dL in; zeros in q, k and v keep it out of everything else.
-    width = q.shape[-1]
-    q, k, v = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k, v))
-    grad = torch.nn.functional.pad(grad, (0, 1), value=1.0)
-    out = torch.cat([out, -grad_logsumexp.unsqueeze(-1).to(out.dtype)], dim=-1)
-    result = _torch_private.backward(grad, q, k, v, out, logsumexp, bias, causal, scale)
-    dq, dk, dv = (x[..., :width] for x in result)
-    return dq, dk, dv
 
 
 def _dense_backward(
@@ -164,8 +141,24 @@ class PublicFusedAttention(torch.autograd.Function):
         return *torch.autograd.grad(ctx.out, ctx.inner, grad, retain_graph=True), None, None, None
 
 
+def private(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp by torch's private operator, for a q and a v of any widths."""
+    width = v.shape[-1]
+    out, logsumexp = _torch_private.forward(*_same_width(q, k, v), bias, causal, scale)
+    return narrowed(out, width), logsumexp
+
+
 def public(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """torch's own call, with its default scale never left to chance."""
-    return torch.nn.functional.scaled_dot_product_attention(
+    """torch's own call, with its default scale never left to chance, for a q and a v of any widths."""
+    width = v.shape[-1]
+    q, k, v = _same_width(q, k, v)
+    out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3]
     )
+    return narrowed(out, width)
+
+
+def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros appended until all three are equally wide: unequal widths drop torch's fused kernel silently."""
+    width = max(q.shape[-1], v.shape[-1])
+    return widened(q, width), widened(k, width), widened(v, width)

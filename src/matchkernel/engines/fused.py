@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from ..kernels.base import DotKernel, MatchKernel
 from ..normalizers import SoftmaxFamily
 from . import _torch_private
-from ._fused_function import FusedAttention, PublicFusedAttention, public
+from ._fused_function import FusedAttention, PublicFusedAttention, private, public
 from .problem import Cost, Problem, product_flops, traffic, zero_where_not
 
 
@@ -65,12 +65,9 @@ class Fused:
         if scale <= 0.0:
             # torch multiplies the −inf of its causal mask by the scale: a negative or zero one makes it +inf or NaN.
             q, scale = q * scale, 1.0
-        width = v.shape[-1]
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        q, k, v = (x.to(dtype) for x in (q, k, v))
-        q, k, v = (_fold(x, problem) for x in _same_width(q, k, v))
+        q, k, v = (_fold(x.to(dtype), problem) for x in (q, k, v))
         out, logsumexp = _attend(q, k, v, problem, scale)
-        out = out[..., :width]
         remainder = normalizer.remainder(_unfold(logsumexp, problem, 1)) if logsumexp is not None else None
         out = _unfold(out, problem, 2)
         if remainder is not None:
@@ -145,7 +142,7 @@ def _call(
     if _torch_private.available(q.device):
         if not _torch_private.differentiated(q, k, v):
             # An autograd Function costs a quarter of a millisecond when caches are cold.
-            return _torch_private.forward(q, k, v, bias, causal, scale)
+            return private(q, k, v, bias, causal, scale)
         out, logsumexp = FusedAttention.apply(q, k, v, bias, causal, scale)  # type: ignore[no-untyped-call]
         return out, logsumexp
     return PublicFusedAttention.apply(q, k, v, bias, causal, scale), None  # type: ignore[no-untyped-call]
@@ -191,13 +188,6 @@ def _four(bias: Tensor, problem: Problem) -> Tensor:
     lead = bias.shape[:-3]
     target = problem.batch[:-1]
     return (bias if lead.numel() == 1 else bias.expand(*target, *bias.shape[-3:])).reshape(-1, *bias.shape[-3:])
-
-
-def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros appended until all three are equally wide: unequal widths drop torch's fused kernel silently."""
-    width = max(q.shape[-1], v.shape[-1])
-    q, k, v = (x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    return q, k, v
 
 
 def _fold(x: Tensor, problem: Problem) -> Tensor:
