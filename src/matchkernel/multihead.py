@@ -165,6 +165,8 @@ class MultiHeadAttention(nn.Module):
         v = split(self.v_proj(value), -1, (self.kv_heads, self.value_dim)).transpose(-2, -3)
         if cache is not None:
             k, v = cache.joined(k, v)
+            if cache.layer is not None and cache.layer is not self:
+                raise ValueError("cache: another layer has filled it; each layer needs one of its own")
         if mask is not None:
             check_mask(mask, torch.Size((*lead, self.heads, q.shape[-2], k.shape[-2])))
             if 2 < mask.dim() != len(lead) + 3:
@@ -201,7 +203,7 @@ class MultiHeadAttention(nn.Module):
         output: Tensor = self.out_proj(_in_order(answers, order).transpose(-2, -3).flatten(-2))
         if cache is not None:
             # Last, so that a call that raised has left no trace.
-            cache.keys, cache.values = k, v
+            cache.keys, cache.values, cache.layer = k, v, self
         return (output, _in_order(tables, order)) if need_weights else output
 
     def _shares(self) -> list[tuple[list[int], MatchKernel]]:

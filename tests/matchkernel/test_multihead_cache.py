@@ -222,3 +222,17 @@ def test_what_is_held_is_not_written_to() -> None:
     assert cache.keys is not held[0]
     for x, kept in zip(held, before, strict=True):
         assert torch.equal(x, kept)
+
+
+def test_a_cache_that_another_layer_filled_is_refused_and_kept():
+    first, second, cache = layer(), layer(), mk.KeyValueCache()
+    x = draw(2, 3, WIDTH)
+    first(x, causal=True, cache=cache)
+    with pytest.raises(ValueError, match="another layer has filled it"):
+        second(x, causal=True, cache=cache)
+    assert len(cache) == 3
+    whole = second(torch.cat([x, x], dim=-2), causal=True)
+    own = mk.KeyValueCache()
+    second(x, causal=True, cache=own)
+    branch = mk.KeyValueCache(own.keys, own.values)
+    assert_close(second(x, causal=True, cache=branch), whole[:, 3:])

@@ -34,7 +34,8 @@ figures: all heads at a glance, tables of attention of heads that stand out, and
 
 EPILOG = f"""\
 columns    above chance by: the measure that is furthest above its base rate, if it is by 0.20 of the attention;
-           {", ".join(LAST)} only where no other is
+           {", ".join(LAST)} only where no other is; chance knows places and not words, so
+           look at tables.png before believing a name: a column there is one loud word
            r90: rank that keeps 90 % of M = W_Q W_K^T; PR: participation ratio of its singular values;
            sym, pos: its symmetric share, and the positive share of its symmetric part
            prev to sink: share of the attention; ent: entropy, 1 is even; – where the texts have no such case

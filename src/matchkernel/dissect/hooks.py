@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import SupportsIndex
 
 import torch
@@ -61,7 +62,8 @@ def ablate(places: Collection[Place]) -> Intervene:
         places: layers or (layer, head). The bias of the output map stays; it is not a head's.
 
     Raises:
-        IndexError: when it runs, if a layer has no such head. A layer that the model has not is never reached.
+        TypeError, ValueError: for what is no place.
+        IndexError: when it is used on a model that has no such layer, or no such head.
     """
     return _on_values(torch.zeros_like, places)
 
@@ -80,7 +82,7 @@ def ablate_to_mean(places: Collection[Place], means: Tensor) -> Intervene:
     def averaged(v: Tensor, layer: int) -> Tensor:
         return means[layer].to(v).unsqueeze(1).expand_as(v)
 
-    return _on_values_of_layer(averaged, places)
+    return _OnValues(averaged, _checked(places))
 
 
 def mean_mixed(model: Model, texts: Sequence[str | Tokens]) -> Tensor:
@@ -101,13 +103,7 @@ def mean_mixed(model: Model, texts: Sequence[str | Tokens]) -> Tensor:
 
 def compose(*hooks: Intervene) -> Intervene:
     """One hook that runs several, in the order given."""
-
-    def composed(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        for hook in hooks:
-            q, k, v = hook(layer, q, k, v)
-        return q, k, v
-
-    return composed
+    return _Composed(hooks)
 
 
 def forbid(keys: Positions) -> Mask:
@@ -153,23 +149,58 @@ def window_with_first(window: int, first: int = 1) -> Mask:
     return mask
 
 
-def _on_values(change: Callable[[Tensor], Tensor], places: Collection[Place] | None) -> Intervene:
-    return _on_values_of_layer(lambda v, _: change(v), places)
+@dataclass(frozen=True, eq=False)
+class _OnValues:
+    """A hook that puts change(v, layer) in place of v in the heads that `places` names; in all of them for None."""
 
+    change: Callable[[Tensor, int], Tensor]
+    places: frozenset[Place] | None
 
-def _on_values_of_layer(change: Callable[[Tensor, int], Tensor], places: Collection[Place] | None) -> Intervene:
-    """A hook that puts change(v, layer) in place of v in the heads that `places` names."""
-
-    def hook(layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if places is None or layer in places:
-            return q, k, change(v, layer)
-        for place in places:
-            if isinstance(place, tuple) and place[0] == layer and not 0 <= place[1] < len(v):
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.places is None or layer in self.places:
+            return q, k, self.change(v, layer)
+        for place in self.places:
+            if isinstance(place, tuple) and place[0] == layer and place[1] >= len(v):
                 raise IndexError(f"there is no head {place}: layer {layer} has heads 0…{len(v) - 1}")
-        chosen = torch.tensor([(layer, head) in places for head in range(len(v))], device=v.device)
-        return q, k, torch.where(chosen[:, None, None], change(v, layer), v) if chosen.any() else v
+        chosen = torch.tensor([(layer, head) in self.places for head in range(len(v))], device=v.device)
+        return q, k, torch.where(chosen[:, None, None], self.change(v, layer), v) if chosen.any() else v
 
-    return hook
+
+@dataclass(frozen=True, eq=False)
+class _Composed:
+    """Several hooks, one after the other."""
+
+    hooks: tuple[Intervene, ...]
+
+    @property
+    def places(self) -> frozenset[Place]:
+        """All that the hooks name, so that a model can check them before it runs."""
+        return frozenset().union(*(getattr(hook, "places", None) or () for hook in self.hooks))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        for hook in self.hooks:
+            q, k, v = hook(layer, q, k, v)
+        return q, k, v
+
+
+def _on_values(change: Callable[[Tensor], Tensor], places: Collection[Place] | None) -> Intervene:
+    return _OnValues(lambda v, _: change(v), _checked(places))
+
+
+def _checked(places: Collection[Place] | None) -> frozenset[Place] | None:
+    """The places; an error for what is none, and for (0, 2) in the place of {(0, 2)}, which would be two layers."""
+    if places is None:
+        return None
+    if isinstance(places, (tuple, str)) or not isinstance(places, Collection):
+        raise TypeError(f"places: expected a set or list of layers and (layer, head), like {{(0, 2)}}, got {places!r}")
+    for place in places:
+        match place:
+            case int(layer) if layer >= 0:
+                continue
+            case (int(layer), int(head)) if layer >= 0 and head >= 0:
+                continue
+        raise ValueError(f"places has {place!r}: expected a layer or a (layer, head), both counted from 0")
+    return frozenset(places)
 
 
 def _within(positions: Sequence[int], n: int) -> list[int]:

@@ -51,8 +51,11 @@ def embedding_shift(
         change: what `Encoder.embed` takes: kernel, normalizer, heads, intervene, mask, causal, window.
 
     Raises:
+        TypeError: a decoder, for which there is `loss_shift`.
         ValueError: no text; `before` is not (texts, d_model).
     """
+    if not isinstance(encoder, Encoder):
+        raise TypeError(f"encoder: {type(encoder).__name__} has no sentence vectors: expected an Encoder")
     if not texts:
         raise ValueError("texts is empty: there is nothing to compare")
     before = encoder.embed(texts) if before is None else before
@@ -77,8 +80,11 @@ def loss_shift(
         change: what `Decoder.losses` takes: kernel, normalizer, heads, intervene, mask, window, position.
 
     Raises:
+        TypeError: an encoder, for which there is `embedding_shift`.
         ValueError: no text; a text of one token, which predicts nothing; `before` does not have the texts' lengths.
     """
+    if not isinstance(decoder, Decoder):
+        raise TypeError(f"decoder: {type(decoder).__name__} predicts no next token: expected a Decoder")
     if not texts:
         raise ValueError("texts is empty: there is nothing to compare")
     old = list(decoder.losses(texts) if before is None else before)

@@ -71,6 +71,10 @@ class Step:
                 raise TypeError(f"{name}: expected a tensor or a function of Tokens, got {type(made).__name__}")
         if not (self.intervene is None or callable(self.intervene)):
             raise TypeError(f"intervene: expected a function, got {type(self.intervene).__name__}")
+        for place in getattr(self.intervene, "places", None) or ():
+            layer = place if isinstance(place, int) else place[0]
+            if layer >= self.size.layers:
+                raise IndexError(f"intervene: there is no layer {layer}; layers are 0…{self.size.layers - 1}")
 
     def _check_place(self, name: str, place: object) -> None:
         layers, heads = self.size.layers, self.size.heads

@@ -421,3 +421,29 @@ def test_losses_that_cannot_be_compared_are_refused(decoder):
         loss_shift(decoder, ["ab", "a"])
     with pytest.raises(ValueError, match=r"before has \[1\] losses; the texts have \[4\]"):
         loss_shift(decoder, ["jumps"], before=decoder.losses(["ab"]))
+
+
+@pytest.mark.parametrize("places", [(0, 2), "0.2", 3])
+def test_places_that_could_be_taken_for_others_are_refused(places):
+    with pytest.raises(TypeError, match="expected a set or list of layers and"):
+        ablate(places)
+
+
+@pytest.mark.parametrize("place", [(-1, 2), -1, (0, -2), "0.2", (0, 1, 2), 0.5])
+def test_what_is_no_place_is_named(place):
+    with pytest.raises(ValueError, match="expected a layer or a"):
+        silence(0, places=[place])
+
+
+@pytest.mark.parametrize("places", [{6}, {(9, 2)}, {0, (6, 0)}])
+def test_a_layer_that_the_model_has_not_is_refused_before_it_runs(model, places):
+    for hook in (ablate(places), compose(silence(0), ablate(places))):
+        with pytest.raises(IndexError, match=r"there is no layer [69]; layers are 0…5"):
+            model.read(TEXTS[0], intervene=hook)
+
+
+def test_shifts_say_which_model_they_need(model, decoder):
+    with pytest.raises(TypeError, match="Encoder predicts no next token"):
+        loss_shift(model, TEXTS)
+    with pytest.raises(TypeError, match="Decoder has no sentence vectors"):
+        embedding_shift(decoder, WORDS)
