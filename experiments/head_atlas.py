@@ -1,6 +1,6 @@
 """What becomes of a trained model without some of its heads: the measurements of chapter 11 that take minutes.
 
-    python experiments/head_atlas.py            # both models, about ten minutes of CPU time on one thread
+    python experiments/head_atlas.py            # both models, about two minutes of CPU time on one thread
     python experiments/head_atlas.py minilm     # one of them, the other stays as it is stored
 
 writes chapters/data/11-heads.json. Texts come from chapters/data/11-texts.json.
