@@ -7,7 +7,7 @@ from .encoder import Encoder
 from .form import Form, Spread, mismatched_forms, random_forms, spreads
 from .head import Head, ScoreTerms
 from .hooks import ablate, ablate_to_mean, compose, forbid, mean_mixed, silence, silence_to_mean, window_with_first
-from .metrics import METRICS, Confirmed, Metric, confirm, draw_ids, head_metrics, repeated, sinks
+from .metrics import METRICS, Confirmed, Metric, confirm, draw_ids, head_metrics, sinks
 from .model import Model
 from .models import load
 from .offsets import KeyShare, OffsetProfile, key_share, offset_profile
@@ -70,7 +70,6 @@ __all__ = [
     "only_key_term",
     "random_forms",
     "random_like",
-    "repeated",
     "silence",
     "silence_to_mean",
     "sinks",

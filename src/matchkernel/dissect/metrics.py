@@ -12,7 +12,6 @@ from torch import Tensor
 from .offsets import OffsetProfile
 from .reading import Reading
 from .rows import as_readings, content, permitted
-from .tokens import Tokens
 
 Place = tuple[int, int]
 """(layer, head)."""
@@ -126,7 +125,7 @@ def head_metrics(
         marks: True counts the rows of the model's own marks ([CLS], [SEP]) too, and marks as content.
         profile: the offset profile of other texts, for the matched base rate of same, induction and punctuation. By
             default the text's own: a head's mean weight at each offset, pairs that are targets left out where others
-            have that offset too. A text with one period, such as `repeated` makes, has few others there: a profile
+            have that offset too. A text with one period, such as the same ids twice, has few others there: a profile
             from ordinary text says more.
 
     Returns:
@@ -210,35 +209,6 @@ def draw_ids(choices: int | Tensor, length: int, *, generator: torch.Generator) 
     if len(ids) < length:
         raise ValueError(f"length={length}: choices has {len(ids)} different ids")
     return ids[torch.randperm(len(ids), generator=generator)[:length]]
-
-
-def repeated(ids: Tensor, copies: int = 2, *, pieces: Callable[[int], str] | None = None) -> Tokens:
-    """A text for induction: the same ids several times over, so that every token of a later copy has been followed.
-
-    With random ids nothing but the repetition tells what comes next (Olsson et al. 2022).
-
-    Args:
-        ids: (n,) integers; `draw_ids` makes some without repetition.
-        copies: how often.
-        pieces: the string of an id, for people; the number itself by default.
-
-    Returns:
-        `Tokens` of n · copies pieces, none of them a mark; give it to `read` in place of a text.
-
-    Raises:
-        ValueError: ids is not a vector of at least one integer, or fewer copies than one.
-    """
-    if ids.dim() != 1 or not len(ids) or ids.is_floating_point():
-        raise ValueError(f"ids has shape {tuple(ids.shape)} and dtype {ids.dtype}: expected a vector of integers")
-    if copies < 1:
-        raise ValueError(f"copies={copies}: expected at least 1")
-    text = [(pieces or str)(number) for number in ids.tolist()] * copies
-    spans, at = [], 0
-    for piece in text:
-        spans.append((at, at + max(len(piece), 1)))
-        at = spans[-1][1] + 1
-    source = " ".join(piece or " " for piece in text)
-    return Tokens(source, ids.long().repeat(copies), text, spans)
 
 
 class _View:

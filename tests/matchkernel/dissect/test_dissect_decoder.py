@@ -9,7 +9,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import matchkernel as mk
-from matchkernel.dissect import Architecture, Decoder, Tokens, repeated
+from matchkernel.dissect import Architecture, Decoder, Tokens
+from tests.matchkernel.dissect.llama import llama_weights
 
 SIZE = Architecture(
     name="tiny", layers=3, heads=4, kv_heads=2, d_model=24, d_head=8, d_feedforward=20, vocabulary=27, positions=40,
@@ -46,19 +47,6 @@ def tiny():
     return model
 
 
-def to_halves(weight, heads):
-    """Rows whose neighbours turn together, put in the order in which row t turns with row t + d_head/2."""
-    return torch.cat([torch.cat([head[0::2], head[1::2]]) for head in weight.chunk(heads)])
-
-
-OUTSIDE = {"words": "model.embed_tokens", "norm": "model.norm"}
-INSIDE = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-    "attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm",
-}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def llama(tiny):
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -69,18 +57,8 @@ def llama(tiny):
         rope_parameters={"rope_type": "default", "rope_theta": 50.0}, attn_implementation="eager",
         pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    stored = {}
-    for name, tensor in tiny.state_dict().items():
-        module, _, kind = name.rpartition(".")
-        if module in OUTSIDE:
-            stored[f"{OUTSIDE[module]}.{kind}"] = tensor
-            continue
-        _, number, inner = module.split(".")
-        rows = {"query": 4, "key": 2}.get(inner)
-        stored[f"model.layers.{number}.{INSIDE[inner]}.{kind}"] = to_halves(tensor, rows) if rows else tensor
-    stored["lm_head.weight"] = tiny.words.weight
     theirs = LlamaForCausalLM(config).double().eval()
-    theirs.load_state_dict(stored, strict=True)
+    theirs.load_state_dict(llama_weights(tiny, 4, 2), strict=True)
     return theirs
 
 
@@ -366,7 +344,7 @@ def test_a_text_may_be_given_by_its_numbers(tiny):
 
 @pytest.mark.parametrize("wrong", [27, -1])
 def test_pieces_outside_the_vocabulary_are_named(tiny, wrong):
-    text = repeated(torch.tensor([3, wrong]))
+    text = Tokens("d?", torch.tensor([3, wrong]), ["d", "?"], [(0, 1), (1, 2)])
     for run in (tiny.read, lambda text: tiny.losses([text]), tiny.complete):
         with pytest.raises(ValueError, match=r"ids \[.*\] are outside the vocabulary, 0…26"):
             run(text)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from matchkernel.dissect import METRICS, Metric, confirm, draw_ids, head_metrics, offset_profile, repeated, sinks
+from matchkernel.dissect import METRICS, Metric, confirm, draw_ids, head_metrics, offset_profile, sinks
 from tests.matchkernel.dissect.readings import causal, reading, tokens
 
 SENTENCE = "[CLS] the man saw the dog , and the dog saw him . [SEP]"
@@ -268,19 +268,6 @@ def test_sinks_name_the_key_and_its_share():
         sinks(reading("[CLS] [SEP]"))
 
 
-def test_repeated_ids_make_a_text_without_marks():
-    ids = draw_ids(50, 6, generator=torch.Generator().manual_seed(1))
-    text = repeated(ids, 3)
-    assert len(set(ids.tolist())) == 6
-    assert text.ids.tolist() == ids.tolist() * 3
-    assert text.text == [str(i) for i in ids.tolist()] * 3
-    assert [text.source[start:end] for start, end in text.spans] == text.text
-    named = repeated(torch.tensor([4, 5]), pieces=lambda number: "abcdef"[number])
-    assert named.source == "e f e f"
-    empty = repeated(torch.tensor([4]), pieces=lambda number: "")
-    assert all(start < end for start, end in empty.spans), "an empty piece is no mark"
-
-
 def test_drawn_ids_differ_and_follow_their_generator():
     choices = torch.tensor([7, 7, 9, 11, 13])
     drawn = [draw_ids(choices, 4, generator=torch.Generator().manual_seed(seed)).tolist() for seed in (0, 0, 1)]
@@ -291,8 +278,7 @@ def test_drawn_ids_differ_and_follow_their_generator():
 
 
 def test_an_induction_head_is_found_on_repeated_ids():
-    ids = draw_ids(100, 5, generator=torch.Generator().manual_seed(1))
-    text = repeated(ids)
+    text = tokens("a b c d e a b c d e")
     weights = torch.zeros(1, 1, 10, 10, dtype=torch.float64)
     for i in range(10):
         weights[0, 0, i, i - 4 if i >= 5 else 0] = 1
@@ -328,12 +314,6 @@ def test_what_cannot_be_measured_is_refused():
     profile = offset_profile(reading(SHORT))
     with pytest.raises(ValueError, match=r"it has offsets -2 … 2, and not all that a text of 14 tokens needs"):
         head_metrics(reading(SENTENCE), profile=profile)
-    with pytest.raises(ValueError, match=r"expected a vector of integers"):
-        repeated(torch.tensor([[1, 2]]))
-    with pytest.raises(ValueError, match=r"expected a vector of integers"):
-        repeated(torch.tensor([1.0]))
-    with pytest.raises(ValueError, match=r"copies=0"):
-        repeated(torch.tensor([1]), 0)
 
 
 def test_known_heads_of_the_trained_model_are_found(model):
@@ -358,7 +338,7 @@ def test_known_heads_of_the_trained_model_are_found(model):
 def test_induction_heads_of_the_language_model_are_confirmed_on_other_ids(smollm):
     def metric(seed):
         ids = draw_ids(torch.arange(1000, 40000), 30, generator=torch.Generator().manual_seed(seed))
-        return head_metrics(smollm.read(repeated(ids)), ["induction", "previous"])
+        return head_metrics(smollm.read(smollm.from_ids([*ids, *ids])), ["induction", "previous"])
 
     chosen, other = metric(0), metric(1)
     best = confirm(chosen["induction"], other["induction"])[0]

@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 import matchkernel as mk
+from tests.matchkernel.dissect.llama import llama_weights
 
 # Lewis Carroll, Alice's Adventures in Wonderland (1865), chapter I, the opening.
 ALICE = (
@@ -66,19 +67,6 @@ def test_norms_are_the_stored_ones_and_the_file_is_not_written_to(smollm, stored
         norm.weight.mul_(1.0)
 
 
-OUTSIDE = {"words": "model.embed_tokens", "norm": "model.norm"}
-INSIDE = {
-    "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
-    "attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm",
-}  # fmt: skip
-
-
-def to_halves(weight, heads):
-    """Rows whose neighbours turn together, put in the order in which row t turns with row t + d_head/2."""
-    return torch.cat([torch.cat([head[0::2], head[1::2]]) for head in weight.chunk(heads)])
-
-
 @pytest.fixture(scope="module")
 def llama(smollm):
     """transformers' Llama with the same weights. The sizes are those that the published model's config.json states."""
@@ -89,19 +77,9 @@ def llama(smollm):
         num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, attn_implementation="eager",
     )  # fmt: skip
-    weights = {}
-    for name, tensor in smollm.state_dict().items():
-        module, _, kind = name.rpartition(".")
-        if module in OUTSIDE:
-            weights[f"{OUTSIDE[module]}.{kind}"] = tensor
-            continue
-        _, number, inner = module.split(".")
-        heads = {"query": 9, "key": 3}.get(inner)
-        weights[f"model.layers.{number}.{INSIDE[inner]}.{kind}"] = to_halves(tensor, heads) if heads else tensor
-    weights["lm_head.weight"] = smollm.words.weight.detach()
     with torch.device("meta"):  # no half gigabyte of random numbers
         theirs = LlamaForCausalLM(config).eval()
-    theirs.load_state_dict(weights, strict=True, assign=True)
+    theirs.load_state_dict(llama_weights(smollm, 9, 3), strict=True, assign=True)
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
     return theirs
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from matchkernel.dissect import load, repeated, split
+from matchkernel.dissect import Tokens, load, split
 from matchkernel.dissect.split import PARTS
 
 TEXT = "Because the server is overloaded, the system responds slowly, and finally the request times out."
@@ -101,4 +101,4 @@ def test_what_has_no_split_is_refused(model, smollm):
     with pytest.raises(ValueError, match=r"512 positions"):
         split(model, "word " * 600)
     with pytest.raises(ValueError, match=r"512 positions"):
-        split(model, repeated(torch.arange(2000, 2600), copies=1))
+        split(model, Tokens("", torch.arange(2000, 2600), ["word"] * 600, [(0, 1)] * 600))
