@@ -49,8 +49,9 @@ chapters: setup ## run all chapters, two at a time, and store their outputs
 	@[ -n "$(CHAPTERS)" ] || { echo "There is no chapter in chapters/." >&2; exit 2; }
 	@$(BIN)/python -m bookkit.execute --jobs $(JOBS) $(CHAPTERS)
 
-claims: setup ## write the Claims page from the chapters' tags; fails when a chapter owes a claim
+claims: setup ## write the pages made from the chapters' tags; fails when a chapter owes a claim or a figure
 	@$(BIN)/python -m bookkit.claims
+	@$(BIN)/python -m bookkit.oracles
 
 # ---- testing ----------------------------------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ pins: setup-dev ## write constraints.txt from what is installed
 	    > constraints.new && mv constraints.new constraints.txt
 
 clean: ## remove all that is built; keep .venv
-	@rm -rf _build build dist chapters/claims.md chapters/.ipynb_checkpoints
+	@rm -rf _build build dist chapters/claims.md chapters/oracles.md chapters/.ipynb_checkpoints
 	@find . -name __pycache__ -not -path "./.venv/*" -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
