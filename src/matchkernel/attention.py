@@ -16,7 +16,7 @@ from .roofline import Roofline, roofline
 
 _REFERENCE = Reference()
 _BY_NAME: dict[str, Engine] = {engine.name: engine for engine in (Fused(), Tiled(), _REFERENCE)}
-"""In the order in which "auto" asks them; the reference refuses nothing and stands last."""
+"""In the order in which "auto" asks them; the reference refuses only what is not defined and stands last."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +226,7 @@ def _choose(problem: Problem, engine: str | Engine) -> tuple[Engine, list[str]]:
             if refusal is None:
                 return candidate, refusals
             refusals.append(f"not {candidate.name} ({refusal})")
+        raise ValueError(f"no engine can run this call: {'; '.join(refusals)}")
     check_engine(engine)
     chosen, how = (_BY_NAME[engine], "asked for by name") if isinstance(engine, str) else (engine, "asked for")
     refusal = chosen.refuse(problem)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.encoding import Encoding, leaves
+from ..kernels.feature_base import may_be_zero, why_no_score
 from ..kernels.tiles import Tiles
 from . import _compiled, _tile, _torch_private
 from ._encoding import four, rebuild
@@ -61,6 +62,10 @@ class Tiled:
             raise ValueError(f"Tiled(compile=True): {why}")
 
     def refuse(self, problem: Problem) -> str | None:
+        if (reason := why_no_score(problem.kernel)) is not None:
+            return f"{reason}, and tiles are made of scores"
+        if may_be_zero(problem.kernel):
+            return f"{problem.kernel!r} may have κ = 0, whose score −inf tiles keep for what is forbidden"
         if problem.dropout:
             return "dropout would have to draw the same weights again in the backward pass"
         if torch.compiler.is_compiling():

@@ -37,6 +37,12 @@ class Normalizer(nn.Module):
     counts_keys: bool = False
     """Whether `factor` or `shift` needs the number of visible keys."""
 
+    @property
+    def proportional(self) -> bool:
+        """Whether each weight is e^score over one sum for the row: what has a weight κ, and no score, is then weighed
+        by `share`."""
+        return False
+
     online: bool = False
     """Whether the weights can be had tile by tile: `start`, `absorb`, `close`, `again` and `score_gradient` exist."""
 
@@ -51,6 +57,14 @@ class Normalizer(nn.Module):
     def weigh(self, scores: Tensor) -> Tensor:
         """Weights (…, n, m) from scores that already carry factor, mask and shift; a row of −inf gives zeros."""
         raise NotImplementedError(f"{type(self).__name__} must define weigh(scores)")
+
+    def share(self, product: Tensor, log_scale: Tensor) -> Tensor:
+        """Weights (…, n, m) from κ = product · e^log_scale in the place of e^score, of either sign.
+
+        log_scale (…, n, m) is −inf, and the product finite, where a query may not attend. A row whose sum is 0 gives
+        zeros. Only for `proportional` normalisers.
+        """
+        raise NotImplementedError(f"{self!r}: its weights are not proportional to e^score")
 
     def remainder(self, logsumexp: Tensor) -> Tensor | None:
         """What multiplies a plain softmax's row, given its log-sum-exp (…, n); None for nothing."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,32 @@ class SoftmaxFamily(Normalizer):
         weights = torch.where(empty, torch.zeros_like(scores), finite.softmax(dim=-1))
         remainder = self.remainder(finite.logsumexp(dim=-1))
         return weights if remainder is None else weights * remainder.unsqueeze(-1)
+
+    def share(self, product: Tensor, log_scale: Tensor) -> Tensor:
+        if not self.proportional:
+            return super().share(product, log_scale)
+        if product.shape[-1] == 0:
+            return product
+        # In units of the row's largest weight, which the future cannot have set: it is at −inf there. A row of zeros
+        # has none, and is measured by its scales.
+        bare, one = log_scale.detach(), self._beside(log_scale)
+        top = (bare + product.detach().abs().log()).amax(dim=-1, keepdim=True)
+        top = torch.where(top == float("-inf"), bare.amax(dim=-1, keepdim=True), top)
+        if one is not None:
+            top = torch.maximum(top, one.detach())
+        top = torch.where(top == float("-inf"), 0.0, top)
+        # Only a product that is 0 has a scale so far above the top: its weight is 0, and must not be 0 · ∞.
+        most = -math.log(torch.finfo(product.dtype).tiny)
+        kappa = product * (log_scale - top).clamp_max(most).exp()
+        total = kappa.sum(dim=-1, keepdim=True)
+        if one is not None:
+            total = total + (one - top).exp()
+        empty = total == 0.0
+        return torch.where(empty, 0.0, kappa / torch.where(empty, 1.0, total))
+
+    def _beside(self, like: Tensor) -> Tensor | None:
+        """The logarithm of what stands beside the keys in the row's sum, broadcastable to `like` (…, n, m)."""
+        return None
 
     def start(self, rows: Tensor) -> State:
         return torch.full_like(rows, float("-inf")), torch.zeros_like(rows)
@@ -75,6 +103,11 @@ class Softmax(SoftmaxFamily):
     def factor(self, visible: Tensor | None, like: Tensor) -> HeadValue | Tensor:
         return 1.0 / as_factor(self.temperature, like)
 
+    @property
+    def proportional(self) -> bool:
+        """At temperature 1, as a number: κ to a power has no finite features."""
+        return not isinstance(self.temperature, Tensor) and self.temperature == 1.0
+
     def extra_repr(self) -> str:
         plain = not isinstance(self.temperature, Tensor) and self.temperature == 1.0
         return "" if plain else f"temperature={show(self.temperature)}"
@@ -96,6 +129,14 @@ class SinkSoftmax(SoftmaxFamily):
     def __init__(self, logit: HeadValue = 0.0) -> None:
         super().__init__()
         hold(self, "logit", logit)
+
+    @property
+    def proportional(self) -> bool:
+        return True
+
+    def _beside(self, like: Tensor) -> Tensor:
+        logit = as_factor(self.logit, like)
+        return logit if isinstance(logit, Tensor) else like.new_tensor(logit)
 
     def remainder(self, logsumexp: Tensor) -> Tensor | None:
         # Σ / (e^b + Σ) = sigmoid(log Σ − b): no exponential that could overflow.
