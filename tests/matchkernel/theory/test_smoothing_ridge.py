@@ -29,6 +29,13 @@ def test_it_is_scikit_learns(kernel, options, penalty):
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-7, atol=1e-8)
 
 
+def test_a_narrow_bandwidth_is_not_mistaken_for_an_uneven_table():
+    x, y, at = draw(25, 1, seed=1), draw(25, 1, seed=2), draw(7, 1, seed=3)
+    expected = KernelRidge(alpha=0.1, kernel="rbf", gamma=1 / (2 * 0.003**2)).fit(x.numpy(), y.numpy())
+    got = kernel_ridge(x, y, at, mk.Gaussian(0.003), penalty=0.1)
+    np.testing.assert_allclose(got.numpy(), expected.predict(at.numpy()), rtol=1e-8, atol=1e-9)
+
+
 def test_it_shrinks_to_zero_far_away_where_smoothing_does_not():
     x, y = draw(10, 1, seed=1), 5 + draw(10, 1, seed=2)
     far = torch.full((1, 1), 100.0, dtype=torch.float64)
