@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from ._validate import build_problem
 from .attention import _BY_NAME, attend, scores, weights
 from .engines import Engine, Tiled
 from .kernels.base import MatchKernel
+from .kernels.encoding import Encoding, leaves
+from .kernels.feature_base import FeatureKernel, why_no_score
 from .normalizers import Entmax, Normalizer, ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax, Sparsemax
 
 NAN = float("nan")
@@ -32,7 +35,8 @@ class KernelContract:
 
     `query_dim`, `key_dim` and `heads` say what inputs the kernel takes; `smooth` = False leaves out second
     derivatives for a kernel that has none. Parameters should be random, not at a symmetric point: the facts are
-    tested as they stand.
+    tested as they stand. What is asked of scores is asked of κ where a feature kernel is signed and has no score, and
+    then under `Softmax()` and `SinkSoftmax` alone.
     """
 
     query_dim = 6
@@ -57,7 +61,9 @@ class KernelContract:
         return q.to(dtype), k.to(dtype), v.to(dtype)
 
     def normalizers(self) -> list[Normalizer]:
-        return [Softmax(), Softmax(0.7), SinkSoftmax(0.3), ScalableSoftmax(0.6), Sigmoid(), Sparsemax(), Entmax()]
+        every = [Softmax(), Softmax(0.7), SinkSoftmax(0.3), ScalableSoftmax(0.6), Sigmoid(), Sparsemax(), Entmax()]
+        scored = why_no_score(self.make_kernel()) is None
+        return [normalizer for normalizer in every if scored or normalizer.proportional]
 
     def settings(self, n: int, m: int) -> Iterator[dict[str, Any]]:
         """Every kind of mask, alone and with causal order."""
@@ -90,11 +96,11 @@ class KernelContract:
 
     def test_scores_are_those_of_single_pairs(self) -> None:
         kernel, (q, k, _) = self.double_kernel(), self.draw(4, 5)
-        table = scores(q, k, kernel)
+        table = _table(q, k, kernel)
         assert table.shape == (2, self.heads, 4, 5), f"scores of shape {tuple(table.shape)}"
         for i in range(4):
             for j in range(5):
-                pair = scores(
+                pair = _table(
                     q[..., i : i + 1, :],
                     k[..., j : j + 1, :],
                     kernel,
@@ -178,7 +184,7 @@ class KernelContract:
             q, k, v = self.draw(33, 33, dtype=dtype)
             truth = attend(q.double(), k.double(), v.double(), self.double_kernel(), engine="reference")
             low = self.make_kernel().to(dtype)
-            plain = low(q, k).softmax(-1) @ v
+            plain = _plain_weights(q, k, low) @ v
             budget = (plain.double() - truth).abs().max() + torch.finfo(dtype).eps * truth.abs().max()
             for name in self.engines(q, k, v, self.make_kernel()):
                 out = attend(q, k, v, self.make_kernel(), engine=name)
@@ -325,7 +331,7 @@ class KernelContract:
             for parameter in other.parameters():
                 parameter.mul_(1.5)
         other.load_state_dict(kernel.state_dict())
-        assert torch.equal(scores(q, k, other), scores(q, k, kernel))
+        assert torch.equal(_table(q, k, other), _table(q, k, kernel))
         assert type(kernel).__name__.lower() in repr(kernel).lower() or "+" in repr(kernel) or "*" in repr(kernel)
 
     def test_declared_facts(self) -> None:
@@ -336,21 +342,67 @@ class KernelContract:
             points = [self._points(seed) for seed in range(5)]
             self._hold(kernel.symmetric, "symmetric", [_asymmetry(kernel, x) for x in points])
             self._hold(kernel.translation_invariant, "translation_invariant", [_moved(kernel, x) for x in points])
-            eigenvalues = [_negativity(scores(x, x, kernel)) for x in points]
             if kernel.score_positive_definite == "conditionally":
                 centred = [_negativity(_centre(scores(x, x, kernel))) for x in points]
                 self._hold(True, "conditionally score_positive_definite", centred)
-            else:
+            elif kernel.score_positive_definite is not None:
+                eigenvalues = [_negativity(scores(x, x, kernel)) for x in points]
                 self._hold(kernel.score_positive_definite, "score_positive_definite", eigenvalues)
-            # A factor e^{-max} in front changes no sign, and keeps the exponential in range.
-            tables = [scores(x, x, kernel) for x in points]
-            weight = [_negativity((table - table.amax((-2, -1), keepdim=True)).exp()) for table in tables]
+            weight = [_negativity(_relative_kappa(x, kernel)) for x in points]
             self._hold(kernel.positive_definite, "positive_definite", weight)
         q, k, _ = self.draw()
-        here = scores(q, k, kernel)
-        there = scores(q, k, kernel, query_position=torch.arange(7) + 11, key_position=torch.arange(7) + 11)
-        change = (there - here).abs().max() / here.abs().max().clamp_min(TINY)
-        self._hold(kernel.position_invariant, "position_invariant", [change])
+        here = _declared(q, k, kernel)
+        there = _declared(q, k, kernel, query_position=torch.arange(7) + 11, key_position=torch.arange(7) + 11)
+        self._hold(kernel.position_invariant, "position_invariant", [_apart(there, here)])
+
+    # Feature kernels: what a weight that is an inner product owes beside. Nothing is asked of any other kernel.
+
+    def test_features_are_those_of_single_tokens(self) -> None:
+        """A stabiliser that another token has a part in would let the future reach the past."""
+        kernel, (q, k, _) = self.double_kernel(), self.draw()
+        if not isinstance(kernel, FeatureKernel):
+            return
+        position = torch.arange(7)
+        for x, encode in ((q, kernel.encode_query), (k, kernel.encode_key)):
+            together = leaves(encode(x, position))
+            assert together[0].shape[-2] == 7, f"features of shape {tuple(together[0].shape)}"
+            for i in range(7):
+                alone = leaves(encode(x[..., i : i + 1, :], position[i : i + 1]))
+                for ours, truth in zip(alone, together, strict=True):
+                    assert_close(ours, truth[..., i : i + 1, :], msg=f"the features of token {i} depend on the others")
+
+    def test_kappa_has_the_sign_that_it_declares(self) -> None:
+        kernel = self.double_kernel()
+        if not isinstance(kernel, FeatureKernel):
+            return
+        assert kernel.nonnegative or not kernel.positive, "what is positive is nonnegative"
+        for seed in range(5):
+            x, y = (x * (0.25, 0.5, 1.0, 2.0, 3.0)[seed] for x in self.draw(24, 24, seed=seed)[:2])
+            encoded = kernel.encode(x, y, torch.arange(24), torch.arange(24))
+            of_query, of_key = leaves(encoded[0])[0], leaves(encoded[1])[0]
+            # As the features give it, before rounding below 0 is mended.
+            product = of_query @ of_key.mT
+            rounding = 1e-15 * (of_query.abs() @ of_key.abs().mT)
+            if kernel.positive:
+                assert bool((product > 0).all()), f"declared positive, but κ reaches {float(product.min()):.2g}"
+            if kernel.nonnegative:
+                assert bool((product >= -rounding).all()), f"declared nonnegative, but κ reaches {product.min():.2g}"
+
+    def test_weights_are_shares_of_kappa(self) -> None:
+        kernel, (q, k, _) = self.double_kernel(), self.draw()
+        if not isinstance(kernel, FeatureKernel):
+            return
+        kappa = kernel.kappa(q, k)
+        if kernel.nonnegative:
+            assert_close(scores(q, k, kernel).exp(), kappa)
+        for setting in self.settings(7, 7):
+            # An added mask multiplies κ, and −inf takes it away.
+            marks = scores(torch.zeros_like(q), torch.zeros_like(k), _Product(), **setting).exp()
+            for normalizer, beside in ((Softmax(), 0.0), (SinkSoftmax(0.3), math.exp(0.3))):
+                shares = kappa * marks
+                total = shares.sum(-1, keepdim=True) + beside
+                truth = torch.where(total == 0, 0.0, shares / torch.where(total == 0, 1.0, total))
+                assert_close(weights(q, k, kernel, normalizer=normalizer, **setting), truth)
 
     def _points(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -363,6 +415,46 @@ class KernelContract:
             assert worst < 1e-9, f"declared {name}, violated by {worst:.2g} of the largest entry"
         if fact is False:
             assert worst > 1e-6, f"declared not {name}, and no sample shows it"
+
+
+class _Product(MatchKernel):
+    """q·k, asked of zeros: what is left is the mask."""
+
+    def match(self, q: Encoding, k: Encoding) -> Tensor:
+        return leaves(q)[0] @ leaves(k)[0].mT
+
+
+def _table(q: Tensor, k: Tensor, kernel: MatchKernel, **place: Any) -> Tensor:
+    """The scores, or κ where a kernel has none."""
+    if isinstance(kernel, FeatureKernel) and why_no_score(kernel) is not None:
+        return kernel.kappa(q, k, place.get("query_position"), place.get("key_position"))
+    return scores(q, k, kernel, **place)
+
+
+def _declared(q: Tensor, k: Tensor, kernel: MatchKernel, **place: Any) -> Tensor:
+    """What a kernel's facts speak of: κ, which is never −inf, for a feature kernel."""
+    if isinstance(kernel, FeatureKernel):
+        return kernel.kappa(q, k, place.get("query_position"), place.get("key_position"))
+    return scores(q, k, kernel, **place)
+
+
+def _relative_kappa(x: Tensor, kernel: MatchKernel) -> Tensor:
+    """κ of all pairs of x, over a factor that changes no sign and keeps it in range."""
+    if isinstance(kernel, FeatureKernel):
+        kappa = kernel.kappa(x, x)
+        return kappa / kappa.abs().amax((-2, -1), keepdim=True).clamp_min(TINY)
+    table = scores(x, x, kernel)
+    return (table - table.amax((-2, -1), keepdim=True)).exp()
+
+
+def _plain_weights(q: Tensor, k: Tensor, kernel: MatchKernel) -> Tensor:
+    """A softmax of the scores, or κ over its sum where not all have one, each step in the type of q."""
+    if isinstance(kernel, FeatureKernel) and not kernel.positive:
+        kappa = kernel.kappa(q, k).to(q.dtype)
+        total = kappa.sum(-1, keepdim=True)
+        return torch.where(total == 0, 0.0, kappa / torch.where(total == 0, 1.0, total))
+    weights: Tensor = kernel(q, k).to(q.dtype).softmax(-1)
+    return weights
 
 
 def _gradient(x: Tensor) -> Tensor:
@@ -404,13 +496,19 @@ def check(
 def _asymmetry(kernel: MatchKernel, x: Tensor) -> Tensor:
     # One position for all, so that only the content is swapped.
     position = torch.zeros(x.shape[-2])
-    table = scores(x, x, kernel, query_position=position, key_position=position)
-    return (table - table.mT).abs().max() / table.abs().max().clamp_min(TINY)
+    table = _declared(x, x, kernel, query_position=position, key_position=position)
+    return _apart(table.mT, table)
 
 
 def _moved(kernel: MatchKernel, x: Tensor) -> Tensor:
-    here, there = scores(x, x, kernel), scores(x + 1.7, x + 1.7, kernel)
-    return (there - here).abs().max() / here.abs().max().clamp_min(TINY)
+    here, there = _declared(x, x, kernel), _declared(x + 1.7, x + 1.7, kernel)
+    return _apart(there, here)
+
+
+def _apart(there: Tensor, here: Tensor) -> Tensor:
+    """How far two tables differ, relative to the largest entry; −inf in both is no difference."""
+    largest = torch.where(here.isfinite(), here, 0.0).abs().max().clamp_min(TINY)
+    return torch.where(there == here, 0.0, there - here).abs().max() / largest
 
 
 def _negativity(gram: Tensor) -> Tensor:

@@ -60,6 +60,47 @@ class Distance(mk.MatchKernel):
         return -(q - k.mT).abs() / 4
 
 
+class Squares(mk.FeatureKernel):
+    """A reader's own feature kernel, in three lines: it does not say that it is never negative."""
+
+    def features(self, x: Tensor, position: Tensor) -> Tensor:
+        return x.square()
+
+
+class Tokens(mk.FeatureKernel):
+    """κ = q·k itself, which has either sign."""
+
+    symmetric = position_invariant = positive_definite = True
+
+    def features(self, x: Tensor, position: Tensor) -> Tensor:
+        return x
+
+
+class Powers(mk.FeatureKernel):
+    """Another map for keys than for queries, with scales of their own and something to learn."""
+
+    positive = position_invariant = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = torch.nn.Parameter(torch.tensor(0.7))
+
+    def query_features(self, q: Tensor, position: Tensor) -> mk.Features:
+        return mk.Features((self.rate * q).sigmoid(), q[..., 0])
+
+    def key_features(self, k: Tensor, position: Tensor) -> mk.Features:
+        return mk.Features((k + self.rate).sigmoid(), k.sum(-1))
+
+
+def hedgehog(heads: int | None = None) -> mk.HedgehogFeatures:
+    """Away from the identity, where both maps are one."""
+    kernel, generator = mk.HedgehogFeatures(6, heads=heads), torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in kernel.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return kernel
+
+
 def _learned(*entries: float) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor(entries))
 
@@ -120,5 +161,27 @@ def make() -> dict[str, mk.MatchKernel]:
         mk.Softcap(mk.mixture(mk.Gaussian(), mk.Rotary(6), weights=(0.5, 2.0)), 2.0) + mk.ALiBi(2),
         mk.Additive(6, 5, generator=generator),
         0.5 * mk.Gaussian(per_head) + mk.Additive(6, 4, generator=generator) + mk.ALiBi(2),
+        mk.EluFeatures(),
+        mk.TaylorFeatures(),
+        mk.PolynomialFeatures(),
+        mk.PolynomialFeatures(3, 2.0),
+        mk.PolynomialFeatures(2, 0.0),
+        mk.DPFPFeatures(),
+        mk.DPFPFeatures(3),
+        mk.CosFeatures(74),
+        mk.FavorFeatures(6, 32, generator=generator),
+        mk.HyperbolicFeatures(6, 20, False, generator=generator),
+        mk.TrigonometricFeatures(6, 64, generator=generator),
+        mk.FourierFeatures(6, 64, 4.0, generator=generator),
+        mk.FourierFeatures(6, 64, _learned(5.0, 7.0), generator=generator),
+        hedgehog(),
+        hedgehog(heads=2),
+        Squares(),
+        Tokens(),
+        Powers(),
+        per_head * mk.EluFeatures() + mk.ALiBi(2),
+        mk.DPFPFeatures() + mk.ALiBi(2),
+        mk.Softcap(mk.FavorFeatures(6, 32, generator=generator), _learned(1.5, 3.0)),
+        mk.mixture(hedgehog(), mk.Gaussian(), log_weights=_learned(0.1, -0.4)),
     ]
     return {f"{number:02d} {kernel!r}": kernel for number, kernel in enumerate(kernels)}
