@@ -87,6 +87,10 @@ def test_a_row_without_weight_gives_zeros():
         fast_weights.by_state(q, k, v, normalized=True),
     ):
         assert_close(out, torch.tensor([[3.0], [0.0]]))
+    # A small sum, and one below zero, are sums all the same.
+    small = torch.tensor([[1e-3, 0.0], [-0.5, 0.0]])
+    for way in (fast_weights.by_table, fast_weights.by_state):
+        assert_close(way(small, k, v, normalized=True), torch.tensor([[3.0], [3.0]]))
     # A later row without weight: rows 0 and 1 meet keys 0 and 0, 1.
     for out in (
         fast_weights.by_table(q, k, v, causal=True, normalized=True),
