@@ -12,8 +12,8 @@ from .problem import Cost, Problem, check_scores, product_flops, traffic
 class Reference:
     """Forms the n × m table. Any kernel, normaliser and mask; any order of derivative; O(nm) time and memory.
 
-    The weights of a feature kernel are shares of its κ, signed or not, under a normaliser that allows it. Under any
-    other its score is log κ, and a signed one is refused.
+    Of a feature kernel that may be 0 or negative the weights are shares of κ itself, under a normaliser that allows
+    it. Under any other its score is log κ, and a signed one is refused.
     Half-precision inputs are computed in float32 and rounded once, at the end.
     """
 
@@ -115,5 +115,6 @@ class Reference:
 
 
 def _by_kappa(problem: Problem) -> bool:
-    """Whether κ itself is weighed, and no score is needed."""
-    return isinstance(problem.kernel, FeatureKernel) and problem.normalizer.proportional
+    """Whether κ itself is weighed, and no score is needed; what is positive has one as good."""
+    kernel = problem.kernel
+    return isinstance(kernel, FeatureKernel) and not kernel.positive and problem.normalizer.proportional

@@ -11,6 +11,10 @@ from .base import MatchKernel
 from .encoding import Encoding, leaves
 from .pairs import lifted
 
+LEAST = -1e4
+"""The logarithm of a positive κ, before its scales, that has left the range of its type: finite, in float16 too, so
+that no factor makes it NaN, and far enough down to lose against every key that has not."""
+
 
 class Features(NamedTuple):
     """A feature map whose entries may leave the range of a float: φ = values · exp(log_scale).
@@ -37,17 +41,17 @@ class FeatureKernel(MatchKernel):
                 return x.square()
 
     It declares the sign of κ, as facts for all inputs, and the tests hold it to them:
-      positive     κ > 0. A sum that rounding brought to 0 counts as the smallest number there is.
+      positive     κ > 0. Features whose products are all too small for a float count as κ = e^−10000.
       nonnegative  κ ≥ 0. What is positive is; what rounding brought below 0 counts as 0.
     Neither is the default: κ may then have either sign. The other facts are those of every kernel, and
     `positive_definite` speaks of κ: with one map for both sides Σᵢⱼ cᵢ cⱼ κ(xᵢ, xⱼ) = |Σᵢ cᵢ φ(xᵢ)|² ≥ 0.
 
-    `Softmax()` at temperature 1 and `SinkSoftmax` take κ as it is, α_ij = κ_ij / Σ_j' κ_ij', on the reference engine:
-    signed or not, a float mask b multiplying it by eᵇ. A row whose sum is 0 gives zeros; the sum of a signed row may
-    come close to 0, and its weights are then as large as they look. Everything else sees the score log κ, −∞ where κ
-    is 0, whose gradient there is 0: other normalisers, and sums, multiples, mixtures and softcaps of kernels. `a + b`
-    has the weight κ_a κ_b, which is what a product of kernels means. ValueError where a signed kernel's score is asked
-    for. The multiple or softcap of a kernel that can be 0 by a learned number has no derivative where it is.
+    `Softmax()` at temperature 1 and `SinkSoftmax` weigh by shares of κ, α_ij = κ_ij / Σ_j' κ_ij', whatever its sign, a
+    float mask b multiplying it by eᵇ. A row whose sum is 0 gives zeros; the sum of a signed row may come close to 0,
+    and its weights are then as large as they look. Everything else sees the score log κ, −∞ where κ is 0, whose
+    gradient there is 0: other normalisers, and sums, multiples, mixtures and softcaps of kernels. `a + b` has the
+    weight κ_a κ_b, which is what a product of kernels means. ValueError where a signed kernel's score is asked for.
+    The multiple or softcap of a kernel that can be 0 by a learned number has no derivative where it is.
 
     Cost here: both maps, and a table of 2nmf operations. Features are summed in float32 or wider.
     Source: Katharopoulos et al. 2020, eq. 4; Tsai et al. 2019, eq. 2, for κ in the place of an exponential.
@@ -111,9 +115,7 @@ class FeatureKernel(MatchKernel):
                 f"{self!r} maps queries to {x.shape[-1]} features and keys to {y.shape[-1]}, expected equally many"
             )
         product = x.to(torch.promote_types(x.dtype, y.dtype)) @ y.to(torch.promote_types(x.dtype, y.dtype)).mT
-        if self.positive:
-            product = _at_least(product, torch.finfo(product.dtype).tiny)
-        elif self.nonnegative:
+        if self.positive or self.nonnegative:
             product = lifted(product)
         return product, of_query + of_key.mT
 
@@ -143,11 +145,12 @@ class FeatureKernel(MatchKernel):
         if reason is not None:
             raise ValueError(f"{reason}: take Softmax() or SinkSoftmax, which weigh by κ itself, or read kappa(q, k)")
         product, log_scale = self.products(q, k)
-        if self.positive:
-            return product.log() + log_scale
-        none = product <= 0.0
+        none = product < torch.finfo(product.dtype).tiny
         # The logarithm's slope at 0 is infinite: what is 0 takes the branch that never meets it. A NaN stays one.
-        return torch.where(none, float("-inf"), torch.where(none, 1.0, product).log() + log_scale)
+        logarithm = torch.where(none, 1.0, product).log()
+        if self.positive:
+            return torch.where(none, LEAST, logarithm) + log_scale
+        return torch.where(none, float("-inf"), logarithm + log_scale)
 
     def forward(
         self, q: Tensor, k: Tensor, query_position: Tensor | None = None, key_position: Tensor | None = None
@@ -179,8 +182,3 @@ def may_be_zero(kernel: MatchKernel) -> bool:
 
 def _widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _at_least(x: Tensor, least: float) -> Tensor:
-    """x where it is above `least`, which is where it has a derivative; a NaN stays one."""
-    return torch.where(x < least, least, x)

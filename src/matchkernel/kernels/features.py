@@ -71,7 +71,7 @@ class TaylorFeatures(FeatureKernel):
         first, second = torch.triu_indices(width, width, device=x.device)
         pairs = y[..., first] * y[..., second]
         # q_a q_b k_a k_b is there twice in (q·k)²/2 for a ≠ b, and once for a = b.
-        pairs = pairs * torch.where(first == second, math.sqrt(0.5), 1.0).to(x.dtype)
+        pairs = pairs * torch.where(first == second, x.new_tensor(0.5), 1.0).sqrt()
         return Features(torch.cat([size**-2, y / size, pairs], dim=-1), 2.0 * size.log().squeeze(-1))
 
     def feature_count(self, width: int) -> int:
@@ -107,12 +107,13 @@ class PolynomialFeatures(FeatureKernel):
 
     def features(self, x: Tensor, position: Tensor) -> Features:
         if self.offset:
-            x = torch.cat([x, torch.full_like(x[..., :1], math.sqrt(self.offset))], dim=-1)
+            x = torch.cat([x, x.new_full((*x.shape[:-1], 1), math.sqrt(self.offset))], dim=-1)
         size = _size(x)
         y = x / size
         which, root = _monomials(x.shape[-1], self.degree)
         values = y.new_tensor(root).expand(*x.shape[:-1], -1)
-        for factor in torch.tensor(which, device=x.device).reshape(len(which), self.degree).unbind(-1):
+        factors = torch.tensor(which, dtype=torch.long, device=x.device).reshape(-1, self.degree)
+        for factor in factors.unbind(-1):
             values = values * y[..., factor]
         return Features(values, self.degree * size.log().squeeze(-1))
 
