@@ -81,11 +81,12 @@ prose: setup-dev ## spelling in pages, chapters and docstrings
 unit: setup-dev ## the library's own tests
 	@echo "── the library"; $(TESTS) tests/matchkernel
 
-notebooks: setup-dev ## every cell run again and its output compared, pictures too
-	@echo "── the chapters' outputs"
+# A chapter's faults are tried in copies of the kernel that runs it, so a file stays with one worker.
+notebooks: setup-dev ## every cell run again and its output compared, pictures too; every planted fault tried
+	@echo "── the chapters' outputs and planted faults"
 	@$(TESTS) --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout=120 chapters
 
-checks: setup-dev claims ## hygiene, prose against outputs, claims, planted faults, set-up
+checks: setup-dev claims ## hygiene, prose against outputs, claims, set-up
 	@echo "── the book"; $(TESTS) --dist worksteal tests/book tests/bookkit
 
 browser: setup-dev chromium ## the built site in a headless browser

@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
@@ -49,15 +49,12 @@ def run(
     notebook: Notebook,
     path: Path,
     *,
-    stop_after: str | None = None,
-    skip: Collection[str] = (),
     report: Report | None = None,
 ) -> Notebook:
     """Run the code cells of `notebook` in order, in place, and return it; nothing is written.
 
-    `path` says in whose folder the kernel runs and names the notebook in errors. `stop_after` is the id of the last
-    cell to run (all of them by default), `skip` holds the ids of cells to pass over. `report` receives one line for
-    each cell that ran.
+    `path` says in whose folder the kernel runs and names the notebook in errors. `report` receives one line for each
+    cell that ran.
 
     Raises CellFailed when a cell raises, runs longer than `CELL_TIMEOUT` seconds, or takes the kernel down.
     """
@@ -79,8 +76,6 @@ def run(
                 if cell["cell_type"] != "code" or not text(cell["source"]).strip():
                     continue
                 number += 1
-                if cell["id"] in skip:
-                    continue
                 started = time.monotonic()
                 cell["outputs"] = []
                 try:
@@ -97,8 +92,6 @@ def run(
                 if report:
                     first = text(cell["source"]).strip().splitlines()[0][:70]
                     report(f"  {path.name} [{number}/{total}] {time.monotonic() - started:5.1f} s  {first}")
-                if stop_after is not None and cell["id"] == stop_after:
-                    break
     result: Notebook = node
     return result
 

@@ -9,6 +9,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from bookkit.branch import Outcome
 from bookkit.notebook import Notebook, code_cells, tags, text
 from bookkit.paths import ROOT
 
@@ -26,6 +27,33 @@ class Fault:
     replace: str
 
 
+@dataclass(frozen=True)
+class Trial:
+    """A planted fault: the cells to run, from its place to the last that can catch it, with the fault in the first.
+
+    `numbers` and `catching` count the chapter's code cells from 1, as Jupyter does.
+    """
+
+    fault: Fault
+    numbers: tuple[int, ...]
+    sources: tuple[str, ...]
+    catching: tuple[int, ...]
+
+    def verdict(self, outcome: Outcome) -> str:
+        """Return why the fault does not count as caught, in words with the error that came instead; "" if it does."""
+        planted = f"planted in cell {self.numbers[0]}:\n    - {self.fault.find}\n    + {self.fault.replace}\n"
+        claim = f"{self.fault.claim}, asserted in {', '.join(f'cell {number}' for number in self.catching)}"
+        if outcome.failed is None:
+            return f"Nothing catches the fault {planted}No cell fails, up to the last of {claim}."
+        number, source = self.numbers[outcome.failed], self.sources[outcome.failed]
+        failed = f"cell {number} fails with {outcome.ename}:\n\n{source}\n\n{outcome.detail}"
+        if outcome.ename != "AssertionError":
+            return f"No assertion catches the fault {planted}{failed}"
+        if number not in self.catching:
+            return f"Caught too early, not by {claim}: the fault {planted}{failed}"
+        return ""
+
+
 def load(chapter: int, root: Path = ROOT) -> list[Fault]:
     """Return the faults of a chapter, none when it has no file.
 
@@ -41,8 +69,8 @@ def load(chapter: int, root: Path = ROOT) -> list[Fault]:
     return [Fault(chapter, **entry) for entry in entries]
 
 
-def plant(fault: Fault, notebook: Notebook) -> tuple[Notebook, list[str]]:
-    """Return a copy of the notebook with the fault in it, and the ids of the claim's cells that can catch it.
+def plant(fault: Fault, notebook: Notebook) -> Trial:
+    """Return what to run to see the fault caught; the notebook is left as it is.
 
     Raises ValueError when `find` does not stand exactly once in the code, or no cell of the claim comes at or after it.
     """
@@ -51,26 +79,33 @@ def plant(fault: Fault, notebook: Notebook) -> tuple[Notebook, list[str]]:
     places = [index for index, cell in enumerate(cells) for _ in range(text(cell["source"]).count(fault.find))]
     if len(places) != 1:
         raise ValueError(f"chapter {fault.chapter}: {fault.find!r} stands {len(places)} times in the code, not once")
-    cell = cells[places[0]]
-    cell["source"] = text(cell["source"]).replace(fault.find, fault.replace)
-    catching = [cell["id"] for cell in cells[places[0] :] if f"claim-{fault.claim}" in tags(cell)]
+    (place,) = places
+    cells[place]["source"] = text(cells[place]["source"]).replace(fault.find, fault.replace)
+    catching = [at for at in range(place, len(cells)) if f"claim-{fault.claim}" in tags(cells[at])]
     if not catching:
         raise ValueError(f"chapter {fault.chapter}: no cell tagged claim-{fault.claim} runs after {fault.find!r}")
-    return planted, catching
+    passed_over = idle(planted, cells[place]["id"])
+    run = [at for at in range(place, catching[-1] + 1) if cells[at]["id"] not in passed_over]
+    return Trial(
+        fault=fault,
+        numbers=tuple(at + 1 for at in run),
+        sources=tuple(text(cells[at]["source"]) for at in run),
+        catching=tuple(at + 1 for at in catching),
+    )
 
 
-def idle(fault: Fault, notebook: Notebook) -> set[str]:
-    """Return the ids of cells that need not run to catch the fault: drawings and solutions that nothing depends on.
+def idle(notebook: Notebook, place: str) -> set[str]:
+    """Return the ids of cells that need not run to catch a fault: drawings and solutions that nothing depends on.
 
-    A cell that is tagged hide-input or hide-cell is idle when it holds neither the fault nor a claim, draws no random
-    numbers (later cells would draw others), and gives no name that another cell mentions.
+    A cell that is tagged hide-input or hide-cell is idle when it is not `place`, the id of the cell with the fault,
+    holds no claim, draws no random numbers (later cells would draw others), and gives no name that another mentions.
     """
     cells = code_cells(notebook)
     found: set[str] = set()
     for cell in cells:
         source = text(cell["source"])
         hidden = {"hide-input", "hide-cell"} & set(tags(cell))
-        if not hidden or fault.replace in source or any(tag.startswith("claim-") for tag in tags(cell)):
+        if not hidden or cell["id"] == place or any(tag.startswith("claim-") for tag in tags(cell)):
             continue
         if re.search(r"\bgenerator\b", source):
             continue

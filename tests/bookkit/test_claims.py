@@ -6,6 +6,7 @@ import re
 import pytest
 
 from bookkit import claims, faults
+from bookkit.branch import Outcome
 from bookkit.notebook import read
 from tests.bookkit.make import code, markdown, notebook
 
@@ -77,15 +78,38 @@ def test_which_lines_assert():
     assert claims.assertions(source) == ("assert a", "assert_close(\n        i, 2)", "assert_allclose(d, e)")
 
 
-def test_a_fault_is_planted_once_and_names_the_cells_after_it(book):
-    root = book(code("assert 0", tags=("claim-C02",)), C02, C03, code("assert x", tags=("claim-C02",)))
+def test_a_fault_is_planted_once_and_tried_from_its_cell_to_the_last_of_its_claim(book):
+    early, late = code("assert 0", tags=("claim-C02",)), code("assert x", tags=("claim-C02",))
+    root = book(early, C02, code("sketch(x)", tags=("hide-input",)), C03, late, code("x"))
     (fault,) = faults.load(1, root)
     original = read(root / "chapters/01-one.ipynb")
-    planted, catching = faults.plant(fault, original)
-    assert planted["cells"][2]["source"] == "x = 2\nassert x == 1" and original["cells"][2]["source"].startswith(
-        "x = 1"
-    )
-    assert catching == [planted["cells"][2]["id"], planted["cells"][4]["id"]]
+    trial = faults.plant(fault, original)
+    assert trial.numbers == (2, 4, 5) and trial.catching == (2, 5)
+    assert trial.sources == ("x = 2\nassert x == 1", "assert_close(1, 1)", "assert x")
+    assert original == read(root / "chapters/01-one.ipynb")
+
+
+def test_only_an_assertion_of_the_claims_own_cell_counts():
+    fault = faults.Fault(1, "C02", "x = 1", "x = 2")
+    trial = faults.Trial(fault, (3, 5, 8), ("x = 2", "assert y", "assert x == 1"), (8, 9))
+    assert trial.verdict(Outcome(2, "AssertionError", "…")) == ""
+    for outcome, said in (
+        (
+            Outcome(None),
+            r"Nothing catches the fault planted in cell 3:\n    - x = 1\n    \+ x = 2\n.* cell 8, cell 9\.$",
+        ),
+        (
+            Outcome(2, "NameError", "no x"),
+            r"No assertion catches .*(?s:.)*cell 8 fails with NameError:\n\nassert x(?s:.)*no x",
+        ),
+        (Outcome(2, "Timeout", ""), "No assertion catches"),
+        (
+            Outcome(1, "AssertionError", ""),
+            r"Caught too early, not by C02, asserted in cell 8, cell 9(?s:.)*cell 5 fails",
+        ),
+        (Outcome(0, "AssertionError", ""), "Caught too early"),
+    ):
+        assert re.search(said, trial.verdict(outcome)), trial.verdict(outcome)
 
 
 def test_a_fault_that_fits_nowhere_or_twice_or_too_late_is_refused(book):
@@ -108,9 +132,8 @@ def test_a_fault_that_changes_nothing_is_refused(book, bad):
 
 
 def test_only_cells_that_nothing_depends_on_are_idle():
-    fault = faults.Fault(1, "C02", "x = 1", "x = 2")
     cells = [
-        code("x = 2"),
+        code("x = 2", tags=("hide-input",)),
         code("figure = draw(x)", tags=("hide-input",)),
         code("table = x", tags=("hide-input",)),
         code("assert table == 1", tags=("claim-C02", "hide-input")),
@@ -118,4 +141,5 @@ def test_only_cells_that_nothing_depends_on_are_idle():
         code("y = 5"),
         code("sketch(torch.randn(3, generator=generator))", tags=("hide-input",)),
     ]
-    assert faults.idle(fault, notebook(*cells)) == {cells[1]["id"]}
+    assert faults.idle(notebook(*cells), cells[5]["id"]) == {cells[1]["id"]}
+    assert faults.idle(notebook(*cells), cells[1]["id"]) == set()

@@ -74,13 +74,6 @@ def test_the_kernel_is_this_interpreter_in_the_pinned_environment(tmp_path):
     assert said[1] == "1 0\n" and "inline" in said[2] and said[3] == said[4] == ""
 
 
-def test_stopping_and_skipping(tmp_path):
-    noted = normalise(unrun("print(1)", "print(2)", "print(3)"))
-    ids = [cell["id"] for cell in noted["cells"]]
-    done = run(noted, tmp_path / "t.ipynb", stop_after=ids[2], skip={ids[1]})
-    assert [cell.get("execution_count") for cell in done["cells"]] == [None, None, 2, None]
-
-
 def test_a_failure_says_which_error(tmp_path):
     with pytest.raises(CellFailed) as caught:
         run(unrun("1 / 0"), tmp_path / "t.ipynb")
