@@ -115,3 +115,13 @@ def test_a_transformers_model(number: int) -> None:
     model(ids, labels=ids).loss.backward()
     grads = [parameter.grad for name, parameter in model.named_parameters() if "q_proj" in name or "k_proj" in name]
     assert all(grad.isfinite().all() and grad.any() for grad in grads)
+
+
+def test_the_readmes_feature_kernels_print_shapes_and_smaller_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    exec(readme.partition("<!-- features -->\n```python\n")[2].partition("```")[0], {})
+    shape, *errors = capsys.readouterr().out.splitlines()
+    assert shape == "torch.Size([2, 128, 16])"
+    assert [error.split(":")[0] for error in errors] == ["16 features", "128 features", "1024 features"]
+    distances = [float(error.split()[2]) for error in errors]
+    assert 0.25 <= distances[0] <= 0.5 and 0.05 <= distances[2] <= 0.15
