@@ -3,7 +3,7 @@
 exp(x·y) = Σ_r (x·y)^r / r! = Σ_α (x^α / √α!) (y^α / √α!), the second sum over all lists α of d whole numbers, with
 x^α = ∏ x_c^{α_c} and α! = ∏ α_c!. Cut off at |α| ≤ degree it is finite.
 
-Source: Cotter, Keshet & Srebro 2011, section 3, for the Gaussian, which is this map after a factor for each vector.
+Source: Cotter, Keshet & Srebro 2011 for the Gaussian, which is this map after a factor for each vector.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def taylor_bound(x: Tensor, y: Tensor, degree: int) -> Tensor:
 
     x, y (…, d), broadcast → (…). Without the last factor it bounds the error for scores below 0, and, times
     e^{−(|x|² + |y|²)/2}, that of the Gaussian. ValueError for a negative degree or widths that differ.
-    Source: the Lagrange form of the remainder; Cotter, Keshet & Srebro 2011, eq. 11, for the Gaussian.
+    Source: the Lagrange form of the remainder; Cotter, Keshet & Srebro 2011 for the Gaussian.
     """
     _check(degree=degree)
     if x.dim() == 0 or y.dim() == 0 or x.shape[-1] != y.shape[-1]:

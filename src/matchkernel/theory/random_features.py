@@ -8,7 +8,7 @@ y = k/d^{1/4}. One projection is one Gaussian vector ω ~ N(0, I_d). What each k
 Each has mean exp(x·y); an estimate is the mean over `projections` of them, and the mean squared errors below are its
 variance. Projections are drawn independently unless a function says otherwise.
 
-Source: Choromanski et al. 2021, Lemmas 1 and 2; Sutherland & Schneider 2015, eqs. 4 and 5, for Fourier features.
+Source: Choromanski et al. 2021, Lemmas 1 and 2; Sutherland & Schneider 2015 for Fourier features.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def paired_fourier_variance(difference: Tensor, features: int, bandwidth: float 
 
     k(Δ) = exp(−|Δ|²/2σ²); `features` counts cosines and sines, so half as many frequencies are drawn. It vanishes at
     Δ = 0: cos² + sin² is 1. difference Δ (…, d) → (…). ValueError for fewer than 1 feature or a bandwidth not above 0.
-    Source: Sutherland & Schneider 2015, section 3.1.
+    Source: Sutherland & Schneider 2015.
     """
     one, two = _gaussian(difference, bandwidth), _gaussian(2 * difference, bandwidth)
     _check_count("features", features)
@@ -161,7 +161,7 @@ def phase_fourier_variance(difference: Tensor, features: int, bandwidth: float =
 
     One frequency per feature. Never below that of as many paired features: the phase adds noise of its own, and at
     Δ = 0 it is all there is, ½ / features. Arguments and errors as for `paired_fourier_variance`.
-    Source: Sutherland & Schneider 2015, section 3.1; the map is Rahimi & Recht 2007, algorithm 1.
+    Source: Sutherland & Schneider 2015; the map is Rahimi & Recht 2007, algorithm 1.
     """
     one, two = _gaussian(difference, bandwidth), _gaussian(2 * difference, bandwidth)
     _check_count("features", features)
