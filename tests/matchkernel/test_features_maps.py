@@ -325,3 +325,21 @@ def test_maps_are_those_of_each_head_and_batch() -> None:
         table = kernel.kappa(q, k)
         for b, h in itertools.product(range(2), range(3)):
             assert_close(table[b, h], kernel.kappa(q[b, h], k[b, h]))
+
+
+@pytest.mark.parametrize("kernel", [mk.PolynomialFeatures(3), mk.CosFeatures(9), mk.HedgehogFeatures(4)])
+def test_maps_are_traced_whole(kernel: mk.FeatureKernel) -> None:
+    torch.compiler.reset()
+    inputs_ = inputs(2, dtype=torch.float32)
+    traced = torch.compile(lambda q, k, v: mk.attend(q, k, v, kernel), fullgraph=True, backend="eager")
+    assert_close(traced(*inputs_), mk.attend(*inputs_, kernel))
+
+
+def test_monomials_that_were_counted_under_inference_mode_still_learn() -> None:
+    q, k, _ = inputs(d=5)
+    kernel = mk.PolynomialFeatures(3, 0.3)
+    with torch.inference_mode():
+        kernel.kappa(q, k)
+    q.requires_grad_()
+    kernel.kappa(q, k).sum().backward()
+    assert_close(q.grad, (3 * (q @ k.mT + 0.3).square().unsqueeze(-1) * k).sum(1))

@@ -110,10 +110,9 @@ class PolynomialFeatures(FeatureKernel):
             x = torch.cat([x, x.new_full((*x.shape[:-1], 1), math.sqrt(self.offset))], dim=-1)
         size = _size(x)
         y = x / size
-        which, root = _monomials(x.shape[-1], self.degree)
-        values = y.new_tensor(root).expand(*x.shape[:-1], -1)
-        factors = torch.tensor(which, dtype=torch.long, device=x.device).reshape(-1, self.degree)
-        for factor in factors.unbind(-1):
+        factors, root = _monomials(x.shape[-1], self.degree)
+        values = root.to(y).expand(*x.shape[:-1], -1)
+        for factor in factors.to(x.device).unbind(-1):
             values = values * y[..., factor]
         return Features(values, self.degree * size.log().squeeze(-1))
 
@@ -238,9 +237,16 @@ def _size(x: Tensor) -> Tensor:
     return torch.where(size > 0.0, size, 1.0)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _monomials(width: int, degree: int) -> tuple[Tensor, Tensor]:
+    """The monomials of exactly this degree, by their factors (f, degree), and the roots (f,) of their coefficients."""
+    which, ways = _counted(width, degree)
+    factors = torch.tensor(which, dtype=torch.long).reshape(-1, degree)
+    return factors, torch.tensor(ways, dtype=torch.float64).sqrt()
+
+
+# Numbers are kept and no tensors: one made under inference mode would fail a later backward pass.
 @functools.cache
-def _monomials(width: int, degree: int) -> tuple[list[tuple[int, ...]], list[float]]:
-    """The monomials of exactly this degree, by their factors, and the roots of their multinomial coefficients."""
+def _counted(width: int, degree: int) -> tuple[list[tuple[int, ...]], list[int]]:
     which = list(itertools.combinations_with_replacement(range(width), degree))
-    ways = [math.factorial(degree) // math.prod(map(math.factorial, Counter(one).values())) for one in which]
-    return which, [math.sqrt(way) for way in ways]
+    return which, [math.factorial(degree) // math.prod(map(math.factorial, Counter(one).values())) for one in which]

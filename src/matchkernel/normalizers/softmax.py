@@ -36,11 +36,9 @@ class SoftmaxFamily(Normalizer):
             return super().share(product, log_scale)
         if product.shape[-1] == 0:
             return product
-        # In units of the row's largest weight, which the future cannot have set: it is at −inf there. A row of zeros
-        # has none, and is measured by its scales.
-        bare, one = log_scale.detach(), self._beside(log_scale)
-        top = (bare + product.detach().abs().log()).amax(dim=-1, keepdim=True)
-        top = torch.where(top == float("-inf"), bare.amax(dim=-1, keepdim=True), top)
+        # In units of the row's largest weight, which the future cannot have set: it is at −inf there.
+        one = self._beside(log_scale)
+        top = (log_scale.detach() + product.detach().abs().log()).amax(dim=-1, keepdim=True)
         if one is not None:
             top = torch.maximum(top, one.detach())
         top = torch.where(top == float("-inf"), 0.0, top)
