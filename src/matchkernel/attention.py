@@ -97,7 +97,7 @@ def attend(
 
     Raises:
         TypeError, ValueError: naming the argument, its shape or dtype and what was expected; ValueError also when a
-            named engine cannot run the call, with its reason.
+            named engine, or none at all, can run the call, with the reasons: a signed `FeatureKernel` has no score.
 
     Cost: O(n m) time. O(n) memory where the fused engine runs without a mask per query: alone, causal, and with a mask
     over the keys. A window, positions of one's own or a mask with a row per query make it hold one n × m mask. O(n m)

@@ -54,7 +54,7 @@ class TaylorFeatures(FeatureKernel):
     where e^x falls: κ = ((1 + x)² + 1)/2 has its least value at x = −1. What is left of it there after summing
     products of the size of |q|²|k|²/d is rounding, beyond |q||k| ≈ 10³√d in float32.
     Positive definite: an inner product of one map.
-    Source: Arora et al. 2024 (Based), section 4.1.
+    Source: Arora et al. 2024 (Based); Zhang et al. 2024 (The Hedgehog & the Porcupine), which weighs it against others.
     """
 
     positive = True
@@ -132,7 +132,7 @@ class DPFPFeatures(FeatureKernel):
     parameters. κ is exactly 0 where query and key share no pair of signs, and a query that shares none with any key
     gets zeros. Positive definite: an inner product of one map.
     ValueError for a ν out of range.
-    Source: Schlag, Irie & Schmidhuber 2021, eq. 37 (deterministic parameter-free projection).
+    Source: Schlag, Irie & Schmidhuber 2021, section 5.3 (deterministic parameter-free projection).
     """
 
     nonnegative = True
@@ -173,7 +173,7 @@ class CosFeatures(FeatureKernel):
     where query and key share no coordinate above 0, and a query that shares none with any key gets zeros.
     Positive definite, as a kernel of tokens with their positions: an inner product of one map.
     ValueError for positions more than M apart, whose cosine would be negative.
-    Source: Qin et al. 2022 (cosFormer), eq. 9 to 11.
+    Source: Qin et al. 2022 (cosFormer), section 3.
     """
 
     nonnegative = True

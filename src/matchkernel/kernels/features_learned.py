@@ -26,7 +26,7 @@ class HedgehogFeatures(FeatureKernel):
 
     Not symmetric in general, since the maps differ; None of the facts but that of positions.
     TypeError, ValueError for counts below 1 and for an input of another width or number of heads.
-    Source: Zhang et al. 2024 (The Hedgehog & the Porcupine), section 4.1, eq. 5 and 6.
+    Source: Zhang et al. 2024 (The Hedgehog & the Porcupine), section 4.
     """
 
     positive = True

@@ -22,7 +22,7 @@ def random_projection(
     drawn from the Haar measure, times independent lengths, χ distributed as those of a normal vector are, so that each
     row alone is still exactly normal. The Q of a QR decomposition is Haar distributed only after its columns have been
     given the signs of R's diagonal, since a decomposition routine fixes those in its own way.
-    Source: Yu et al. 2016, section 3; Mezzadri 2007, section 5, for the signs.
+    Source: Yu et al. 2016, section 3; Mezzadri 2007 for the signs.
     """
     device = torch.device("cpu") if generator is None else generator.device
     normal = torch.randn(rows, dim, generator=generator, dtype=torch.float64, device=device)
@@ -166,7 +166,7 @@ class FourierFeatures(_RandomFeatures):
     at q = k, and 1/D far away, whatever the dimension, so that what should be no weight is of size 1/√D and of either
     sign. Draws as `FavorFeatures` does. Positive definite: an inner product of one map.
     TypeError, ValueError for counts below 1, odd `features`, a bandwidth not above zero, an input of another width.
-    Source: Rahimi & Recht 2007; Sutherland & Schneider 2015, section 3, for the variance.
+    Source: Rahimi & Recht 2007; Sutherland & Schneider 2015 for the variance.
     """
 
     translation_invariant: Fact = True
