@@ -78,6 +78,8 @@ def pair_excess(scores: Tensor) -> Tensor:
     positive definite, without an eigenvalue: the two points have κ_ij κ_ji > κ_ii κ_jj, so their 2 × 2 table, or its
     symmetric part, has a negative determinant. Terms of the score that depend on the query alone or on the key alone
     drop out, so biases and what softmax does not see change nothing. For s = x M yᵀ it is −½ (x − y) M (x − y)ᵀ.
+    e^{e_ij} is κ of the symmetric part of s with its diagonal brought to 1 by a factor for each point, which keeps the
+    signs of the eigenvalues: `spectrum(pair_excess(scores).exp())` tests that part without overflow.
     """
     _square("scores", scores)
     own = scores.diagonal(dim1=-2, dim2=-1)
