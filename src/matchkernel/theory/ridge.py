@@ -7,17 +7,20 @@ from torch import Tensor
 
 from ..attention import scores
 from ..kernels.base import MatchKernel
+from ..kernels.feature_base import FeatureKernel
 
 
 def kernel_ridge(
     x_train: Tensor, y_train: Tensor, x_query: Tensor, kernel: MatchKernel, *, penalty: float
 ) -> Tensor:  # fmt: skip
-    """Kernel ridge regression with the kernel weight κ = exp(score) of any symmetric MatchKernel.
+    """Kernel ridge regression with the kernel weight κ of any symmetric MatchKernel.
 
     f(x_i) = Σ_j κ(x_i, x_j) c_j,  c = (G + λI)⁻¹ y,  G_jj' = κ(x_j, x_j')
 
-    For a positive definite κ it is the minimiser of Σ_j |y_j − f(x_j)|² + λ|f|² over the kernel's space of functions.
-    No mean is taken off and no row is divided by its sum: far from all data a Gaussian's f goes to 0.
+    κ = exp(score); that of a kernel given by features φ is taken directly, signed or not, and f is then the ridge
+    regression that is linear in φ. For a positive definite κ it is the minimiser of Σ_j |y_j − f(x_j)|² + λ|f|² over
+    the kernel's space of functions. No mean is taken off and no row is divided by its sum: far from all data a Gaussian's f
+    goes to 0.
 
     Args:
         x_train, y_train, x_query: (…, m, d), (…, m, c), (…, n, d), one floating dtype. Give double precision.
@@ -57,7 +60,7 @@ def kernel_ridge(
 
 
 def _kappa(q: Tensor, k: Tensor, kernel: MatchKernel) -> Tensor:
-    kappa = scores(q, k, kernel).exp()
+    kappa = kernel.kappa(q, k) if isinstance(kernel, FeatureKernel) else scores(q, k, kernel).exp()
     if not kappa.isfinite().all():
-        raise ValueError(f"kernel={kernel!r}: exp(score) is not finite for these inputs; shrink them or the score")
+        raise ValueError(f"kernel={kernel!r}: its weight κ is not finite for these inputs; shrink them or the score")
     return kappa

@@ -24,7 +24,8 @@ def nadaraya_watson_bias(
     """E[m̂(x)] − m(x) of the local constant fit, to first order: h² μ₂ (½ m″ + m′ f′/f).
 
     slope m′(x), curvature m″(x), log_density_slope f′(x)/f(x). Error o(h²) for twice differentiable m and
-    differentiable f. Not valid within a few bandwidths of an edge of the data, where the bias is of order h.
+    differentiable f; given the places observed, also for nh³ → ∞, since where they fall moves it by about m′√(h/n).
+    Not valid within a few bandwidths of an edge of the data, where the bias is of order h.
     Source: Fan 1992; Wand & Jones 1995, chapter 5.
     """
     return bandwidth * bandwidth * second_moment * (curvature / 2 + slope * log_density_slope)

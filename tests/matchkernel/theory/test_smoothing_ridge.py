@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.kernel_ridge import KernelRidge
+from sklearn.linear_model import Ridge
 
 import matchkernel as mk
 from matchkernel.theory.ridge import kernel_ridge
@@ -27,6 +28,29 @@ def test_it_is_scikit_learns(kernel, options, penalty):
     expected = KernelRidge(alpha=penalty, **options).fit(x.numpy(), y.numpy()).predict(at.numpy())
     got = kernel_ridge(x, y, at, kernel, penalty=penalty)
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-7, atol=1e-8)
+
+
+class Linear(mk.FeatureKernel):
+    """κ = q·k, of either sign."""
+
+    def features(self, x, position):
+        return x
+
+
+def test_a_signed_kernel_is_ridge_regression_on_its_features():
+    x, y, at = draw(25, 4, seed=1), draw(25, 3, seed=2), draw(7, 4, seed=3)
+    kernel = Linear()
+    assert (kernel.kappa(x, x) < 0).any()
+    expected = Ridge(alpha=0.3, fit_intercept=False).fit(x.numpy(), y.numpy()).predict(at.numpy())
+    np.testing.assert_allclose(kernel_ridge(x, y, at, kernel, penalty=0.3).numpy(), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_so_are_random_features():
+    x, y, at = draw(25, 2, seed=1), draw(25, 3, seed=2), draw(7, 2, seed=3)
+    kernel = mk.FourierFeatures(2, 16, generator=torch.Generator().manual_seed(0)).double()
+    phi, phi_at = (kernel.features(z, torch.arange(len(z))).numpy() for z in (x, at))
+    expected = Ridge(alpha=0.1, fit_intercept=False).fit(phi, y.numpy()).predict(phi_at)
+    np.testing.assert_allclose(kernel_ridge(x, y, at, kernel, penalty=0.1).numpy(), expected, rtol=1e-8, atol=1e-9)
 
 
 def test_a_narrow_bandwidth_is_not_mistaken_for_an_uneven_table():
