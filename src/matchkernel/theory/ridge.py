@@ -19,8 +19,8 @@ def kernel_ridge(
 
     κ = exp(score); that of a kernel given by features φ is taken directly, signed or not, and f is then the ridge
     regression that is linear in φ. For a positive definite κ it is the minimiser of Σ_j |y_j − f(x_j)|² + λ|f|² over
-    the kernel's space of functions. No mean is taken off and no row is divided by its sum: far from all data a Gaussian's f
-    goes to 0.
+    the kernel's space of functions. No mean is taken off and no row is divided by its sum: far from all data a
+    Gaussian's f goes to 0.
 
     Args:
         x_train, y_train, x_query: (…, m, d), (…, m, c), (…, n, d), one floating dtype. Give double precision.
