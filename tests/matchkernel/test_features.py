@@ -388,7 +388,7 @@ def test_costs_are_counted_by_features() -> None:
     for kernel, count in (
         (mk.EluFeatures(), 4), (mk.TaylorFeatures(), 15), (mk.PolynomialFeatures(3), 35), (mk.DPFPFeatures(2), 16),
         (mk.PolynomialFeatures(3, 0.0), 20), (mk.CosFeatures(9), 8), (mk.FavorFeatures(4, 10), 10),
-        (mk.HedgehogFeatures(4), 8),
+        (mk.HedgehogFeatures(4), 8), (mk.FourierFeatures(4, 10), 10), (mk.HyperbolicFeatures(4, 6), 6),
     ):  # fmt: skip
         encoded, _ = kernel.encode(q, k, torch.arange(5), torch.arange(7))
         assert encoded[0].shape[-1] == kernel.feature_count(4) == count
