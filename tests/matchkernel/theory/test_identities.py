@@ -32,8 +32,8 @@ def test_a_weight_of_zero_has_the_score_minus_infinity_and_a_negative_one_none()
 
 
 def test_a_row_without_weight_stays_without():
-    kappa = torch.tensor([[0.0, 0.0], [1.0, 3.0], [2.0, -1.0]])
-    assert identities.weights_of(kappa).tolist() == [[0.0, 0.0], [0.25, 0.75], [2.0, -1.0]]
+    kappa = torch.tensor([[0.0, 0.0], [1.0, 3.0], [2.0, -1.0], [1.0, -3.0]])
+    assert identities.weights_of(kappa).tolist() == [[0.0, 0.0], [0.25, 0.75], [2.0, -1.0], [-0.5, 1.5]]
 
 
 def test_centring_keeps_the_weights_and_forgets_the_shift():
@@ -62,8 +62,9 @@ def test_temperature_and_bandwidth_give_one_weight_to_keys_of_one_length():
     assert bandwidth == pytest.approx(3**0.25) and identities.temperature_of(bandwidth) == pytest.approx(3**0.5)
     torch.testing.assert_close(mk.weights(QUERY, key, mk.Gaussian(bandwidth)), mk.weights(QUERY, key))
     for wrong in (identities.temperature_of, identities.bandwidth_of):
-        with pytest.raises(ValueError, match="expected a number above 0"):
-            wrong(0.0)
+        for width in (0.0, -1.0, math.nan):
+            with pytest.raises(ValueError, match="expected a number above 0"):
+                wrong(width)
 
 
 def test_features_of_a_sum_and_of_a_product():
@@ -78,6 +79,12 @@ def test_features_of_a_sum_and_of_a_product():
     torch.testing.assert_close(both[0] @ both[1].mT, square + linear)
     cube = [identities.product_features(lift(x), x) for x in (QUERY, KEY)]
     torch.testing.assert_close(cube[0] @ cube[1].mT, square * linear)
+
+
+def test_features_are_listed_in_order():
+    first, second = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 5.0, 7.0]])
+    assert identities.sum_features(first, second).tolist() == [[1, 2, 3, 5, 7]]
+    assert identities.product_features(first, second).tolist() == [[3, 5, 7, 6, 10, 14]]
 
 
 def test_a_dot_product_from_distances_alone():
