@@ -157,6 +157,21 @@ def test_a_published_bound_on_the_orthogonal_gain():
             assert gain >= (1 - 1 / m) * 2 / (8 + 2) * least.square() * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("d", [2, 6, 40, 600])
+def test_the_orthogonal_gain_has_a_slope_and_a_ceiling(d):
+    """The share of full blocks: (d − 1)/(d + 2)·s/2 at first, below ½s²/(e^s − 1) always, near it for wide heads."""
+    size = torch.tensor([1e-4, 0.1, 1.6, 5.0, 20.0], dtype=torch.float64)
+    x = torch.zeros(5, d, dtype=torch.float64)
+    x[:, 0] = size.sqrt()
+    zero = torch.zeros_like(x)
+    share = 1 - random_features.orthogonal_positive_mse(x, zero, 3 * d) / random_features.positive_mse(x, zero, 3 * d)
+    assert float(share[0]) == pytest.approx((d - 1) / (d + 2) * 0.5e-4, rel=1e-3)
+    ceiling = size.square() / 2 / size.expm1()
+    assert (share[:4] < ceiling[:4]).all() and (share[4] < ceiling[4] + 1e-15)
+    if d == 600:
+        assert share[2] > 0.98 * ceiling[2]
+
+
 def output_of_many(kind: str, m: int, runs: int) -> tuple[torch.Tensor, ...]:
     """x, y, v and `runs` estimated attention outputs (runs, n, w), each from m projections of its own."""
     x, y, v = 0.4 * draw(2, 3, seed=31), 0.4 * draw(5, 3, seed=32), draw(5, 2, seed=33)
