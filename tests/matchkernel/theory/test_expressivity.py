@@ -145,6 +145,16 @@ def test_on_a_circle_only_neighbours_come_first_together():
         expressivity.plane_top_k(expressivity.circle(16), 16)
 
 
+@pytest.mark.parametrize("count", [8, 10, 16, 22])
+def test_keys_in_the_plane_have_at_most_three_pairs_on_top_for_two_of_them(count):
+    # Every second key a little inside the edge of its neighbours: with each of the two it can be on top, as they can.
+    keys = expressivity.circle(count)
+    keys[1::2] *= 0.97 * math.cos(2 * math.pi / count)
+    assert len(expressivity.plane_top_k(keys, 2)) == 3 * count // 2
+    for seed in range(20):
+        assert len(expressivity.plane_top_k(draw(count, 2, seed=seed), 2)) <= 3 * count // 2
+
+
 def test_separable_sets_are_counted_as_cover_does():
     keys = draw(7, 2, seed=6)
     found = sum(len(expressivity.plane_top_k(keys, k)) for k in range(1, 7)) + 2  # and none, and all
