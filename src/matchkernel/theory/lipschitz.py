@@ -55,7 +55,10 @@ def l2_lipschitz_bound(n: int, query_weight: Tensor, value_weight: Tensor | None
 
     √n / √d_k · (4 φ⁻¹(n − 1) + 1) · ‖W_Q‖₂² · ‖W_V‖₂,  φ(x) = x e^{x+1}
 
-    φ⁻¹(n − 1) is Lambert's W((n − 1)/e); the bound grows like √n log n. Quadratic in W_Q as A is.
+    φ⁻¹(n − 1) is Lambert's W((n − 1)/e); the bound grows like √n log n. Quadratic in W_Q as A is. Why it holds: with
+    y = x W_Q / d_k^¼ and z_j = y_j − y_i the row Σ_j P_ij y_j moves by Σ_j P_ij dy_j and by the covariance, under P_i,
+    of z_j and −2 z_j·(dy_j − dy_i), together at most 4 Σ_j P_ij |z_j|² + 1 times the longest dy_j. That mean is at most
+    φ⁻¹(n − 1), and reaches it with all |z_j|² = 1 + φ⁻¹(n − 1). √n leads from the longest dy_j to the Frobenius norm.
     Raises ValueError for n < 1 or a weight that is no matrix.
     Source: Kim et al. 2021, theorem 3.2, for one head and W_O = I.
     """

@@ -131,3 +131,31 @@ def test_climbing_makes_it_steeper_and_stays_below_the_bound():
 def test_shapes_are_named():
     with pytest.raises(ValueError, match=r"weight has shape \(3, 4\) and x has shape \(5, 4\): expected \(4, width\)"):
         dot_self_attention(draw(5, 4), draw(3, 4))
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 100])
+def test_the_mean_square_distance_that_the_bound_rests_on(n):
+    """Under weights e^{−|z|²} beside one 1, the mean of |z|² is at most φ⁻¹(n − 1), reached where all are equal."""
+
+    def mean(squares):
+        weights = (-squares).exp()
+        return float((weights * squares).sum() / (1 + weights.sum()))
+
+    most = inverse_phi(n - 1)
+    assert mean(torch.full((n - 1,), 1 + most, dtype=torch.float64)) == pytest.approx(most, rel=1e-12)
+    for scale in (0.3, 1.0, 3.0):
+        assert all(mean(scale * draw(n - 1, seed=seed).square()) < most for seed in range(20))
+
+
+def test_no_token_moves_further_than_the_bound_on_tokens_says():
+    """Row i of P y moves by at most 4 φ⁻¹(n − 1) + 1 times the longest move of a token."""
+    n, d = 8, 4
+    most = 4 * inverse_phi(n - 1) + 1
+    for seed, size in enumerate((0.3, 1.0, 3.0)):
+        y = size * draw(n, d, seed=seed)
+        for i in range(20):
+            move = torch.nn.functional.normalize(draw(n, d, seed=100 + i), dim=1)
+            step = 1e-6 * move
+            # A and the score both carry 1/√d; with y scaled by d^¼ and the output by √d neither does.
+            ahead, behind = (2 * l2_self_attention(2**0.5 * (y + s)) / 2**0.5 for s in (step, -step))
+            assert float((ahead - behind).norm(dim=1).max()) / 2e-6 < most
