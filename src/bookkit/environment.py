@@ -23,13 +23,14 @@ from bookkit.paths import ROOT
 _THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 
 # AVX2 is the widest instruction set that every x86 machine of the last ten years has. Without the pin torch, MKL,
-# oneDNN and numpy pick AVX-512 where they find it, and one result in six differs in its last bits.
+# oneDNN, numpy and faiss pick AVX-512 where they find it, and one result in six differs in its last bits.
 _X86 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_CBWR": "AVX2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "OPENBLAS_CORETYPE": "Haswell",
     "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
+    "FAISS_SIMD_LEVEL": "AVX2",
 }
 
 _QUIET = {

@@ -13,7 +13,8 @@ def test_a_readers_settings_do_not_reach_the_kernel():
 
 def test_the_instruction_set_is_pinned_where_it_exists():
     assert pinned({}, "x86_64")["ATEN_CPU_CAPABILITY"] == pinned({}, "AMD64")["ATEN_CPU_CAPABILITY"] == "avx2"
-    assert "ATEN_CPU_CAPABILITY" not in pinned({}, "aarch64")
+    assert pinned({}, "x86_64")["FAISS_SIMD_LEVEL"] == "AVX2"
+    assert "ATEN_CPU_CAPABILITY" not in pinned({}, "aarch64") and "FAISS_SIMD_LEVEL" not in pinned({}, "aarch64")
 
 
 def test_pinning_twice_changes_nothing():
