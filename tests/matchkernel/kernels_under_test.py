@@ -167,7 +167,7 @@ def make() -> dict[str, mk.MatchKernel]:
         mk.PolynomialFeatures(3, 2.0),
         mk.PolynomialFeatures(2, 0.0),
         mk.DPFPFeatures(3),
-        mk.CosFeatures(74),
+        mk.CosFeatures(150),
         mk.FavorFeatures(6, 32, generator=generator),
         mk.HyperbolicFeatures(6, 20, False, generator=generator),
         mk.TrigonometricFeatures(6, 64, generator=generator),

@@ -23,6 +23,7 @@ import matchkernel as mk
 from matchkernel._validate import build_problem
 from matchkernel.attention import _BY_NAME
 from matchkernel.engines import Engine, Tiled
+from matchkernel.kernels.feature_base import why_no_score
 
 sys.path.insert(0, str(Path(__file__).parent))
 import kernels_under_test
@@ -49,7 +50,8 @@ def _softmax(factor: Callable[[Tensor], Any], sink: Any = None) -> Formula:
     def weights(scores: Tensor, bias: Tensor | float, allowed: Tensor) -> Tensor:
         multiple = factor(allowed.sum(-1, keepdim=True))
         multiple = multiple.to(scores) if isinstance(multiple, Tensor) else multiple
-        logits = torch.where(allowed, multiple * scores + bias, -INF)
+        # A weight of 0 has no logarithm, and stays 0 whatever multiplies that.
+        logits = torch.where(allowed & (scores != -INF), multiple * scores + bias, -INF)
         extra = torch.full_like(logits[..., :1], -INF) if sink is None else sink.to(scores).expand_as(logits[..., :1])
         logits = torch.cat([logits, extra], -1)
         top = logits.amax(-1, keepdim=True)
@@ -116,7 +118,21 @@ NORMALIZERS: dict[str, tuple[Callable[[], mk.Normalizer], Formula]] = {
     "entmax": (mk.Entmax, _entmax(1.5)),
     "learned entmax": (lambda: mk.Entmax(_learned(1.25, 1.75)), _entmax(_column(1.25, 1.75))),
 }
+SINKS: dict[str, Any] = {"softmax": -INF, "sink": 0.25, "learned sinks": _column(0.5, -1.0)}
+"""The normalisers that take a weight κ as it is, signed or not, and the logarithm of what is added to its sum."""
 FOR_TWO_HEADS = {"softmax per head", "learned sinks", "learned scalable", "learned sigmoid", "learned entmax"}
+
+
+def _shares(kappa: Tensor, bias: Tensor | float, allowed: Tensor, sink: Any) -> Tensor:
+    """κ eᵇ over its sum and that of the sink; zeros where the sum is 0."""
+    added, extra = (torch.as_tensor(x).to(kappa).exp() for x in (bias, sink))
+    kappa = torch.where(allowed, kappa * added, 0.0)
+    total = kappa.sum(-1, keepdim=True) + extra
+    return torch.where(total == 0.0, 0.0, kappa / torch.where(total == 0.0, 1.0, total))
+
+
+def _signed(kernel: str) -> bool:
+    return why_no_score(KERNELS[kernel]) is not None
 
 
 # Who may attend, written out.
@@ -212,11 +228,14 @@ class Call:
         query, key, allowed, bias = (
             x.to(q.device) if isinstance(x, Tensor) else x for x in _who(self.setting, q.shape[-2], k.shape[-2])
         )
-        scores = self.modules(dtype)[0](q, k, query, key)
+        kernel = self.modules(dtype)[0]
+        scores = _table(kernel, q, k, query, key).to(dtype)
         allowed = allowed.expand(torch.broadcast_shapes(allowed.shape, scores.shape))
         bias = bias.to(dtype) if isinstance(bias, Tensor) else bias
         if not scores.numel():
             return scores.expand(*allowed.shape[:-1], k.shape[-2]) @ v
+        if _signed(self.kernel):
+            return _shares(scores, bias, allowed, SINKS[self.normalizer]) @ v
         return NORMALIZERS[self.normalizer][1](scores, bias, allowed) @ v
 
     def run(self, engine: Engine, *, derivatives: bool = False) -> list[Tensor]:
@@ -234,9 +253,22 @@ class Call:
     def refusal(self, engine: Engine) -> str | None:
         return engine.refuse(_problem(*self.inputs, *self.modules(), self.setting))
 
+    @property
+    def has_weights(self) -> bool:
+        return self.normalizer in SINKS or not _signed(self.kernel)
+
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(x.shape)) for x in self.inputs)
         return f"{self.kernel} × {self.normalizer} × {self.mask}, {shapes}, {self.inputs[0].dtype}"
+
+
+def _table(kernel: mk.MatchKernel, q: Tensor, k: Tensor, *position: Tensor) -> Tensor:
+    """The scores, or κ where it may be negative."""
+    if why_no_score(kernel) is None:
+        scores: Tensor = kernel(q, k, *position)
+        return scores
+    assert isinstance(kernel, mk.FeatureKernel)
+    return kernel.kappa(q, k, *position)
 
 
 def _problem(
@@ -249,6 +281,10 @@ def _problem(
 
 def _hold_to_the_formulas(call: Call, *, derivatives: bool) -> int:
     """Every engine that takes the call, in value against the formulas and in gradient against the reference."""
+    if not call.has_weights:
+        for name, engine in ENGINES.items():
+            assert call.refusal(engine) is not None, f"{name} runs a call that has no weights: {call}"
+        return 0
     double = call.on(call.inputs[0].device.type, torch.float64)
     truth, dtype = double.truth(), call.inputs[0].dtype
     plain = 0.0
@@ -328,7 +364,7 @@ LENGTHS = st.one_of(st.integers(0, 24), st.sampled_from([31, 32, 33, 63, 64, 65,
 
 def _takes(kernel: mk.MatchKernel, heads: int, width: int) -> bool:
     try:
-        kernel(draw(heads, 2, width), draw(heads, 3, width))
+        _table(kernel, draw(heads, 2, width), draw(heads, 3, width))
     except ValueError:
         return False
     return True
@@ -381,6 +417,11 @@ def _check_a_call(call: Call) -> None:
         if refusal is not None:
             with pytest.raises(ValueError, match=re.escape(f"engine={name!r} cannot run this call: {refusal}")):
                 mk.attend(*call.inputs, kernel, normalizer=normalizer, engine=name, **call.setting)
+    if not call.has_weights:
+        for ask in (mk.attend, mk.explain):
+            with pytest.raises(ValueError, match=r"no engine can run this call: .* is signed"):
+                ask(*call.inputs, kernel, normalizer=normalizer, **call.setting)
+        return
     chosen = mk.attend(*call.inputs, kernel, normalizer=normalizer, **call.setting)
     assert_close(chosen, call.truth(), rtol=1e-9, atol=1e-9)
     mk.explain(*call.inputs, kernel, normalizer=normalizer, **call.setting)
@@ -421,9 +462,12 @@ BUILT = {type(kernel).__name__: name for name, kernel in KERNELS.items()}
 
 
 def _paired(kernels: Iterable[str], each: int) -> list[tuple[str, str]]:
-    """Every kernel with `each` normalisers in turn, so that all of those occur."""
-    names = list(NORMALIZERS)
-    return [(kernel, names[(each * i + step) % len(names)]) for i, kernel in enumerate(kernels) for step in range(each)]
+    """Every kernel with `each` normalisers in turn, so that all of those occur that it goes with."""
+    pairs = []
+    for i, kernel in enumerate(kernels):
+        names = list(SINKS if _signed(kernel) else NORMALIZERS)
+        pairs += [(kernel, names[(each * i + step) % len(names)]) for step in range(each)]
+    return pairs
 
 
 @pytest.mark.parametrize(("kernel", "normalizer"), _paired(BUILT.values(), 3))
