@@ -343,3 +343,18 @@ def test_monomials_that_were_counted_under_inference_mode_still_learn() -> None:
     q.requires_grad_()
     kernel.kappa(q, k).sum().backward()
     assert_close(q.grad, (3 * (q @ k.mT + 0.3).square().unsqueeze(-1) * k).sum(1))
+
+
+@pytest.mark.parametrize("size", [1e-36, 1e-22, 1e21, 1e37])
+@pytest.mark.parametrize(
+    "kernel", [mk.EluFeatures(), mk.CosFeatures(9), mk.DPFPFeatures(3), mk.PolynomialFeatures(2, 0)]
+)
+def test_tokens_whose_weights_are_no_floats_keep_their_shares(kernel: mk.FeatureKernel, size: float) -> None:
+    """κ = 10^−44 is 0 in float32 and 10^42 is infinite: shares of it are those that float64 has."""
+    q, k, v = inputs(dtype=torch.float32)
+    q, k = ((size * x.abs() + size / 10).requires_grad_() for x in (q, k))
+    weights = mk.weights(q, k, kernel)
+    truth = kernel.kappa(q.detach().double(), k.detach().double())
+    assert_close(weights.double(), truth / truth.sum(-1, keepdim=True), rtol=2e-4, atol=1e-6)
+    gradients = torch.autograd.grad(mk.attend(q, k, v, kernel).sum(), (q, k))
+    assert all(gradient.isfinite().all() for gradient in gradients)

@@ -21,8 +21,8 @@ class EluFeatures(FeatureKernel):
     κ_ij = φ(q_i) · φ(k_j),  φ(x)_c = x_c + 1 for x_c > 0, e^{x_c} otherwise
 
     q (…, n, d), k (…, m, d) → κ (…, n, m) > 0, from d features. No parameters. The exponential is taken as it is:
-    `elu(x) + 1` is 0 in bfloat16 from x = −8 on, and no longer positive. A token below 0 in all coordinates keeps its
-    largest as a scale of its own, so that it does not fade before e^x does.
+    `elu(x) + 1` is 0 in bfloat16 from x = −8 on, and no longer positive. A token keeps its largest feature as a scale
+    of its own, so that one below 0 in all coordinates does not fade before e^x does, and a long one does not overflow.
     Positive definite: an inner product of one map. The sum of a row is never 0, but few directions can be told apart:
     d features, so that a memory of more than d keys mixes them.
     Source: Katharopoulos et al. 2020, eq. 7.
@@ -35,10 +35,11 @@ class EluFeatures(FeatureKernel):
     positive_definite: Fact = True
 
     def features(self, x: Tensor, position: Tensor) -> Features:
-        top = _largest(x).clamp_max(0.0)
+        largest = _largest(x)
+        top, size = largest.clamp_max(0.0), largest.clamp_min(0.0) + 1.0
         # Above 0 the exponential is not used, and must not overflow there.
-        values = torch.where(x > 0.0, x + 1.0, (x.clamp_max(0.0) - top).exp())
-        return Features(values, top.squeeze(-1))
+        values = torch.where(x > 0.0, x + 1.0, (x.clamp_max(0.0) - top).exp()) / size
+        return Features(values, (top + size.log()).squeeze(-1))
 
     def feature_count(self, width: int) -> int:
         return width
@@ -199,9 +200,11 @@ class CosFeatures(FeatureKernel):
                 )
         return super().encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
 
-    def features(self, x: Tensor, position: Tensor) -> Tensor:
+    def features(self, x: Tensor, position: Tensor) -> Features:
         angle = (position.to(x.dtype) * (math.pi / (2 * self.length))).unsqueeze(-1)
-        return torch.cat([x.relu() * angle.cos(), x.relu() * angle.sin()], dim=-1)
+        size = _size(x)
+        r = x.relu() / size
+        return Features(torch.cat([r * angle.cos(), r * angle.sin()], dim=-1), size.log().squeeze(-1))
 
     def feature_count(self, width: int) -> int:
         return 2 * width
@@ -237,12 +240,15 @@ def _size(x: Tensor) -> Tensor:
     return torch.where(size > 0.0, size, 1.0)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _monomials(width: int, degree: int) -> tuple[Tensor, Tensor]:
     """The monomials of exactly this degree, by their factors (f, degree), and the roots (f,) of their coefficients."""
     which, ways = _counted(width, degree)
     factors = torch.tensor(which, dtype=torch.long).reshape(-1, degree)
     return factors, torch.tensor(ways, dtype=torch.float64).sqrt()
+
+
+# What torch.compiler.assume_constant_result does; but that imports the compiler, a second and sympy, to do it.
+_monomials.__dict__["_dynamo_marked_constant"] = True
 
 
 # Numbers are kept and no tensors: one made under inference mode would fail a later backward pass.
