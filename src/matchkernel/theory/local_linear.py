@@ -38,7 +38,8 @@ def local_linear(
     Raises:
         ValueError: shapes that do not fit; a negative penalty; and, without a penalty, a query whose weights do not
             determine a plane, since fewer than d + 1 observations in general position carry any. It is named, and
-            nothing is put in the plane's place: widen the kernel or give a penalty.
+            nothing is put in the plane's place: widen the kernel or give a penalty. Also weights below 0,
+            as a signed feature kernel may have: what is summed then has no least value.
 
     Cost: O(nmd(d + c)) time for the moments, n solves of size d; O(nmd) memory.
     Source: Fan 1993; Fan & Gijbels 1996, chapter 3; in more dimensions Ruppert & Wand 1994.
@@ -56,6 +57,10 @@ def local_linear(
     if not penalty >= 0.0:
         raise ValueError(f"penalty={penalty}: expected a number that is not negative")
     alpha = weights(x_query, x_train, kernel, causal=causal)
+    if (alpha < 0.0).any():
+        raise ValueError(
+            f"kernel={kernel!r}: some of its weights are negative here, so that the sum of squares has no least value"
+        )
     x_mean, y_mean = alpha @ x_train, alpha @ y_train
     # Around the weighted mean, pair by pair: moments about the origin would lose what is small beside the place.
     away = x_train.unsqueeze(-3) - x_mean.unsqueeze(-2)

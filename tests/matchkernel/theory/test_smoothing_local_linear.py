@@ -138,3 +138,12 @@ def test_shapes(shapes, named):
 def test_penalty(penalty):
     with pytest.raises(ValueError, match="penalty"):
         local_linear(draw(5, 1), draw(5, 1), draw(2, 1), mk.Gaussian(), penalty=penalty)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+@pytest.mark.parametrize("kernel", [mk.PolynomialFeatures(1, 0.0), mk.PolynomialFeatures(3, 0.5)])
+def test_weights_below_zero_have_no_best_plane(kernel, penalty):
+    x, y, at = draw(6, 2, seed=1), draw(6, 1, seed=2), draw(3, 2, seed=3)
+    assert mk.weights(at, x, kernel).min() < 0
+    with pytest.raises(ValueError, match="weights are negative"):
+        local_linear(x, y, at, kernel, penalty=penalty)
