@@ -66,6 +66,10 @@ def asymmetry(gram: Tensor) -> Tensor:
     gram (…, n, n) → (…). A table of zeros is symmetric. Raises ValueError for a table that is not square.
     """
     _square("gram", gram)
+    # In units of the largest entry: squares of what is very large or small would leave the range of the type.
+    if gram.shape[-1]:
+        largest = gram.abs().amax((-2, -1), keepdim=True)
+        gram = gram / torch.where(largest > 0, largest, 1.0)
     size = torch.linalg.matrix_norm(gram)
     apart: Tensor = torch.linalg.matrix_norm(gram - gram.mT)
     return apart / torch.where(size > 0, size, 1.0)

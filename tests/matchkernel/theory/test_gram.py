@@ -112,6 +112,8 @@ def test_asymmetry():
     assert float(asymmetry(torch.zeros(3, 3))) == 0
     assert float(asymmetry(draw(400, 400, seed=5))) == pytest.approx(math.sqrt(2), rel=0.01)
     assert_close(asymmetry(torch.stack([a, a.T]))[0], (a - a.T).norm() / a.norm())
+    for size in (1e-300, 1e-160, 1e160, 1e300):
+        assert_close(asymmetry(size * torch.stack([a, a - a.T])), asymmetry(torch.stack([a, a - a.T])))
 
 
 def test_pair_excess_by_hand_and_what_it_does_not_see():
