@@ -243,6 +243,7 @@ def page(root: Path = ROOT) -> str:
         "::::{list-table}",
         ":header-rows: 1",
         ":widths: 40 30 30",
+        ":class: oracles",
         "",
         "* - What, in which set-up",
         "  - Theirs",

@@ -16,9 +16,14 @@ def smooth(x_train: Tensor, y_train: Tensor, x_query: Tensor, kernel: MatchKerne
 
     x_train (…, m, d), y_train (…, m, c), x_query (…, n, d) → (…, n, c) in y's unit. One dtype. κ never has to be
     formed, so no weight underflows to a division by zero: far from every observation a Gaussian gives the nearest one.
-    Raises what `attend` raises for shapes and types that do not fit. Cost: `attend`'s, O(nm) time.
+    ValueError for an argument without its last dimension (one coordinate is d = 1, not left out); otherwise what
+    `attend` raises for shapes and types that do not fit. Cost: `attend`'s, O(nm) time.
     Source: Nadaraya 1964; Watson 1964; as attention, Tsai et al. 2019, eq. 2.
     """
+    for name, given in (("x_train", x_train), ("y_train", y_train), ("x_query", x_query)):
+        if given.dim() < 2:
+            shape = tuple(given.shape)
+            raise ValueError(f"{name} has shape {shape}: expected a row for each place, (…, places, width)")
     return attend(x_query, x_train, y_train, kernel)
 
 
