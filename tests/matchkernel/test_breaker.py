@@ -105,3 +105,13 @@ def test_explain_says_when_the_fused_engine_holds_a_table() -> None:
         told = mk.explain(q, k, v, **setting)
         assert "through an n × m mask" in told.reason and told.peak_bytes >= 4 * n * n
     assert _torch_private.available(q.device)
+
+
+@pytest.mark.parametrize("kernel", [mk.PolynomialFeatures(2), mk.PolynomialFeatures(3), mk.CosFeatures(9)])
+def test_a_sink_far_above_every_weight_leaves_finite_gradients(kernel) -> None:
+    """e^200 is no float32, and its share of a row's gradient is 0 and not 0 · ∞."""
+    logit = torch.nn.Parameter(torch.tensor(200.0))
+    q = Q.clone().requires_grad_()
+    out = mk.attend(q, K, V, kernel, normalizer=mk.SinkSoftmax(logit))
+    gradients = torch.autograd.grad(out.sum(), (q, logit))
+    assert out.abs().max() < 1e-30 and all(gradient.isfinite().all() for gradient in gradients)
