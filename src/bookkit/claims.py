@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from docutils import nodes
 
 from bookkit import faults
 from bookkit.notebook import code_cells, read, tags, text
 from bookkit.paths import ROOT, chapters
+from bookkit.tagged import give_anchors, keep
 
 _TAG = re.compile(r"claim-(C\d\d)")
 _ASSERTING = {"assert_close", "assert_allclose", "assert_array_equal", "assert_equal"}
@@ -164,11 +164,7 @@ def write_page(root: Path = ROOT) -> Path:
     wrong = problems(root)
     if wrong:
         raise ValueError("The claims do not hold together:\n  " + "\n  ".join(wrong))
-    target = root / "chapters" / "claims.md"
-    content = page(root)
-    if not target.exists() or target.read_text(encoding="utf-8") != content:
-        target.write_text(content, encoding="utf-8")
-    return target
+    return keep(root / "chapters" / "claims.md", page(root))
 
 
 def setup(app: Any) -> dict[str, bool]:
@@ -179,19 +175,7 @@ def setup(app: Any) -> dict[str, bool]:
 
 
 def _give_anchors(app: Any, doctree: Any) -> None:
-    chapter = re.match(r"(\d\d)-", Path(app.env.docname).name)
-    if chapter is None:
-        return
-    labels = app.env.get_domain("std")
-    for container in doctree.findall(nodes.container):
-        if container.get("nb_element") != "cell_code":
-            continue
-        for name in container["classes"]:
-            if match := _TAG.fullmatch(name.removeprefix("tag_")):
-                anchor = _anchor(match[1], int(chapter[1]), container["exec_count"])
-                container["ids"].append(anchor)
-                labels.labels[anchor] = (app.env.docname, anchor, match[1])
-                labels.anonlabels[anchor] = (app.env.docname, anchor)
+    give_anchors(app, doctree, _TAG, _anchor)
 
 
 def main() -> int:

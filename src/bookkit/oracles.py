@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from docutils import nodes
 
 from bookkit.claims import assertions
 from bookkit.notebook import output_text, read, tags, text
 from bookkit.paths import ROOT, chapters
 from bookkit.prose import stated
+from bookkit.tagged import give_anchors, keep
 
 _FIELDS = ("id", "what", "source", "setup", "theirs", "ours")
 _LINES = ("setup", "theirs", "ours")
@@ -280,11 +280,7 @@ def write_page(root: Path = ROOT) -> Path:
     wrong = problems(root)
     if wrong:
         raise ValueError("The figures from outside do not hold together:\n  " + "\n  ".join(wrong))
-    target = root / "chapters" / "oracles.md"
-    content = page(root)
-    if not target.exists() or target.read_text(encoding="utf-8") != content:
-        target.write_text(content, encoding="utf-8")
-    return target
+    return keep(root / "chapters" / "oracles.md", page(root))
 
 
 def setup(app: Any) -> dict[str, bool]:
@@ -295,19 +291,7 @@ def setup(app: Any) -> dict[str, bool]:
 
 
 def _give_anchors(app: Any, doctree: Any) -> None:
-    chapter = re.match(r"(\d\d)-", Path(app.env.docname).name)
-    if chapter is None:
-        return
-    labels = app.env.get_domain("std")
-    for container in doctree.findall(nodes.container):
-        if container.get("nb_element") != "cell_code":
-            continue
-        for name in container["classes"]:
-            if match := _TAG.fullmatch(name.removeprefix("tag_")):
-                anchor = _anchor(match[1], int(chapter[1]), container["exec_count"])
-                container["ids"].append(anchor)
-                labels.labels[anchor] = (app.env.docname, anchor, match[1])
-                labels.anonlabels[anchor] = (app.env.docname, anchor)
+    give_anchors(app, doctree, _TAG, _anchor)
 
 
 def main() -> int:
