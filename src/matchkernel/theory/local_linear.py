@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..attention import weights
 from ..kernels.base import MatchKernel
+from ._observations import check_observations
 
 
 def local_linear(
@@ -36,6 +39,7 @@ def local_linear(
         (…, n, c) in y's unit.
 
     Raises:
+        TypeError: more than one dtype, or half precision.
         ValueError: shapes that do not fit; a negative penalty; and, without a penalty, a query whose weights do not
             determine a plane, since fewer than d + 1 observations in general position carry any. It is named, and
             nothing is put in the plane's place: widen the kernel or give a penalty. Also weights below 0,
@@ -44,18 +48,9 @@ def local_linear(
     Cost: O(nmd(d + c)) time for the moments, n solves of size d; O(nmd) memory.
     Source: Fan 1993; Fan & Gijbels 1996, chapter 3; in more dimensions Ruppert & Wand 1994.
     """
-    if x_train.dim() < 2 or x_query.dim() < 2 or x_train.shape[-1] != x_query.shape[-1]:
-        raise ValueError(
-            f"x_train has shape {tuple(x_train.shape)} and x_query {tuple(x_query.shape)}: "
-            "expected (…, m, d) and (…, n, d)"
-        )
-    if y_train.dim() < 2 or y_train.shape[-2] != x_train.shape[-2]:
-        raise ValueError(
-            f"y_train has shape {tuple(y_train.shape)}: expected (…, {x_train.shape[-2]}, c), a row for each row of "
-            f"x_train, which has shape {tuple(x_train.shape)}"
-        )
-    if not penalty >= 0.0:
-        raise ValueError(f"penalty={penalty}: expected a number that is not negative")
+    check_observations(x_train, y_train, x_query)
+    if not 0.0 <= penalty < math.inf:
+        raise ValueError(f"penalty={penalty}: expected a finite number that is not negative")
     alpha = weights(x_query, x_train, kernel, causal=causal)
     if (alpha < 0.0).any():
         raise ValueError(

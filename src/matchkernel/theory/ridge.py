@@ -8,6 +8,7 @@ from torch import Tensor
 from ..attention import scores
 from ..kernels.base import MatchKernel
 from ..kernels.feature_base import FeatureKernel
+from ._observations import check_observations
 
 
 def kernel_ridge(
@@ -31,6 +32,7 @@ def kernel_ridge(
         (…, n, c) in y's unit.
 
     Raises:
+        TypeError: more than one dtype, or half precision.
         ValueError: a penalty that is not above zero; shapes that do not fit; κ that overflows; G not symmetric, or
             G + λI not positive definite: with such a kernel the ridge problem has no minimiser to return.
 
@@ -39,11 +41,7 @@ def kernel_ridge(
     """
     if not penalty > 0.0:
         raise ValueError(f"penalty={penalty}: expected a number above zero")
-    if y_train.dim() < 2 or x_train.dim() < 2 or y_train.shape[-2] != x_train.shape[-2]:
-        raise ValueError(
-            f"x_train has shape {tuple(x_train.shape)} and y_train {tuple(y_train.shape)}: "
-            "expected (…, m, d) and (…, m, c)"
-        )
+    check_observations(x_train, y_train, x_query)
     gram = _kappa(x_train, x_train, kernel)
     largest = gram.abs().amax((-2, -1), keepdim=True)
     # A score that is a small difference of large numbers is as uneven as those are rounded: half the digits are enough.

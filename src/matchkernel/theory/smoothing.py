@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..attention import attend
 from ..kernels.base import MatchKernel
+from ._observations import check_rows
 
 
 def smooth(x_train: Tensor, y_train: Tensor, x_query: Tensor, kernel: MatchKernel) -> Tensor:
@@ -16,14 +17,11 @@ def smooth(x_train: Tensor, y_train: Tensor, x_query: Tensor, kernel: MatchKerne
 
     x_train (…, m, d), y_train (…, m, c), x_query (…, n, d) → (…, n, c) in y's unit. One dtype. κ never has to be
     formed, so no weight underflows to a division by zero: far from every observation a Gaussian gives the nearest one.
-    ValueError for an argument without its last dimension (one coordinate is d = 1, not left out); otherwise what
-    `attend` raises for shapes and types that do not fit. Cost: `attend`'s, O(nm) time.
+    ValueError for an argument without its last dimension (one coordinate is d = 1, not left out), TypeError for more
+    than one dtype; otherwise what `attend` raises for shapes that do not fit. Cost: `attend`'s, O(nm) time.
     Source: Nadaraya 1964; Watson 1964; as attention, Tsai et al. 2019, eq. 2.
     """
-    for name, given in (("x_train", x_train), ("y_train", y_train), ("x_query", x_query)):
-        if given.dim() < 2:
-            shape = tuple(given.shape)
-            raise ValueError(f"{name} has shape {shape}: expected a row for each place, (…, places, width)")
+    check_rows(x_train=x_train, y_train=y_train, x_query=x_query)
     return attend(x_query, x_train, y_train, kernel)
 
 

@@ -139,11 +139,3 @@ def test_best_bandwidth_wants_a_bias():
         smoothing_rate.best_bandwidth(0.0, 1.0, 1.0, 10)
     with pytest.raises(ValueError, match="density=0"):
         smoothing_rate.best_bandwidth(1.0, 1.0, 0.0, 10)
-
-
-@pytest.mark.parametrize("name", ["x_train", "y_train", "x_query"])
-def test_smoothing_names_the_argument_without_rows(name):
-    given = {"x_train": torch.rand(6, 1), "y_train": torch.rand(6, 1), "x_query": torch.rand(3, 1)}
-    given[name] = given[name][:, 0]
-    with pytest.raises(ValueError, match=rf"{name} has shape \(\d,\): expected a row for each place"):
-        smoothing.smooth(**given, kernel=mk.Gaussian())

@@ -134,7 +134,7 @@ def test_shapes(shapes, named):
         local_linear(*(torch.zeros(s) for s in shapes), mk.Gaussian())
 
 
-@pytest.mark.parametrize("penalty", [-1.0, float("nan")])
+@pytest.mark.parametrize("penalty", [-1.0, float("nan"), float("inf")])
 def test_penalty(penalty):
     with pytest.raises(ValueError, match="penalty"):
         local_linear(draw(5, 1), draw(5, 1), draw(2, 1), mk.Gaussian(), penalty=penalty)
