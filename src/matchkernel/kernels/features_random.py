@@ -93,8 +93,10 @@ class FavorFeatures(_RandomFeatures):
     directions of variance e^{|x+y|²} e^{2x·y} (1 − e^{−|x+y|²}) / m: small where κ is small, and beyond hope while m is
     far below e^{|x+y|²}, where a rare direction carries the mean. Orthogonal directions take off a part of it. Draws
     once, from `generator` or torch's own; `redraw(generator)` draws again. The projection is a buffer.
-    Each token is measured by its own largest feature, so no exponent overflows. Positive definite: an inner product of
-    one map. TypeError, ValueError for counts below 1 and for an input of another width.
+    Each token is measured by its own largest feature, so no exponent overflows. Products of features can still be too
+    small for a float, in float32 where |q'| and |k'| are some tens; the pair then has next to no weight, whatever the
+    exact estimate is. Positive definite: an inner product of one map.
+    TypeError, ValueError for counts below 1 and for an input of another width.
     Source: Choromanski et al. 2021 (Performers), lemma 1 and lemma 2, section 2.4 for the blocks.
     """
 
