@@ -287,3 +287,15 @@ def test_a_dot_kernel_that_encodes_two_tensors_says_so() -> None:
     for kernel in (Two(), Two() + mk.Dot(), 2 * Two()):
         with pytest.raises(TypeError, match="must return one tensor each"):
             mk.attend(q, k, v, kernel)
+
+
+@pytest.mark.parametrize(
+    "kernel", [mk.ScaledDot(), mk.Laplacian(2.0), mk.ALiBi(2) + mk.Dot(), mk.EluFeatures()], ids=repr
+)
+def test_kappa_is_the_exponential_of_the_score(kernel):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, n, 4, generator=generator, dtype=torch.float64) for n in (3, 5))
+    late, places = torch.tensor([7, 8, 9]), torch.arange(5) + 3
+    assert_close(kernel.kappa(q, k), mk.scores(q, k, kernel).exp())
+    moved = mk.scores(q, k, kernel, query_position=late, key_position=places).exp()
+    assert_close(kernel.kappa(q, k, late, places), moved)

@@ -86,6 +86,15 @@ class MatchKernel(nn.Module):
             key_position = torch.arange(m, device=k.device)
         return self.match(*self.encode(q, k, query_position, key_position))
 
+    def kappa(
+        self, q: Tensor, k: Tensor, query_position: Tensor | None = None, key_position: Tensor | None = None
+    ) -> Tensor:
+        """The kernel's weights κ = eˢ (…, n, m), before any normaliser; arguments as in `forward`.
+
+        Infinite where the score is beyond the logarithm of what the type holds.
+        """
+        return self(q, k, query_position, key_position).exp()  # type: ignore[no-any-return]
+
     def __add__(self, other: object) -> MatchKernel:
         """Scores add, so weights multiply."""
         if not isinstance(other, MatchKernel):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..kernels import MatchKernel
-from ..kernels.feature_base import FeatureKernel
 
 NEGATIVE = "negative beyond rounding"
 NOT_NEGATIVE = "not negative on this sample"
@@ -40,10 +39,7 @@ def gram_of_weights(kernel: MatchKernel, x: Tensor, position: Tensor | None = No
     As `gram_of_scores`. A kernel that is given by features has its κ taken directly, signed or not. Raises ValueError
     where eˢ leaves the range of float64 (scores above 709): divide x, or look at `pair_excess` of the scores.
     """
-    if isinstance(kernel, FeatureKernel):
-        weights = kernel.kappa(*_points(x), *_places(x, position))
-    else:
-        weights = gram_of_scores(kernel, x, position).exp()
+    weights = kernel.kappa(*_points(x), *_places(x, position))
     if weights.isinf().any():
         raise ValueError(f"x: {kernel!r} gives a weight of more than float64 can hold, that is a score above 709")
     return weights

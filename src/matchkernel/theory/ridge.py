@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..attention import scores
 from ..kernels.base import MatchKernel
-from ..kernels.feature_base import FeatureKernel
 from ._observations import check_observations
 
 
@@ -58,7 +56,7 @@ def kernel_ridge(
 
 
 def _kappa(q: Tensor, k: Tensor, kernel: MatchKernel) -> Tensor:
-    kappa = kernel.kappa(q, k) if isinstance(kernel, FeatureKernel) else scores(q, k, kernel).exp()
+    kappa = kernel.kappa(q, k)
     if not kappa.isfinite().all():
         raise ValueError(f"kernel={kernel!r}: its weight κ is not finite for these inputs; shrink them or the score")
     return kappa
