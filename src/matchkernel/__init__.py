@@ -2,7 +2,7 @@
 
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
 from .cache import KeyValueCache
-from .engines import Tiled
+from .engines import Linformer, Nystrom, Tiled
 from .kernels import (
     Additive,
     ALiBi,
@@ -62,10 +62,12 @@ __all__ = [
     "HyperbolicFeatures",
     "KeyValueCache",
     "Laplacian",
+    "Linformer",
     "MatchKernel",
     "Mixture",
     "MultiHeadAttention",
     "Normalizer",
+    "Nystrom",
     "PolynomialFeatures",
     "ProductKernel",
     "RationalQuadratic",

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ._torch_layout import from_torch_layout, to_torch_layout
 from ._validate import build_problem
-from .attention import attend
+from .attention import attend, check_engine
 from .cache import KeyValueCache
-from .engines import Reference
+from .engines import Engine, Reference
 from .kernels import MatchKernel, ScaledDot
 from .masks import check_mask
 from .normalizers import Normalizer, Softmax
@@ -49,6 +49,8 @@ class MultiHeadAttention(nn.Module):
         normalizer: one for all heads, whose tensors of shape (heads,) hold one entry per head, also beside a list of
             kernels. `Softmax()` by default.
         dropout: probability of dropping a weight in training, the others scaled up; nothing is dropped in eval.
+        engine: who computes it, as in `attend`; one that is a torch module (`Linformer`) becomes part of the layer, and
+            its parameters learn with it. "auto" by default.
         generator: for the first weights; torch's own by default.
 
     Projections are `q_proj`, `k_proj`, `v_proj` and `out_proj`, each an `nn.Linear`; heads lie side by side in their
@@ -64,6 +66,7 @@ class MultiHeadAttention(nn.Module):
 
     kernel: MatchKernel | nn.ModuleList
     normalizer: Normalizer
+    engine: str | Engine
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class MultiHeadAttention(nn.Module):
         bias: bool = True,
         normalizer: Normalizer | None = None,
         dropout: float = 0.0,
+        engine: str | Engine = "auto",
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
@@ -106,10 +110,12 @@ class MultiHeadAttention(nn.Module):
         self.kernel = _one_or_each(ScaledDot() if kernel is None else kernel, heads)
         self.normalizer = Softmax() if normalizer is None else normalizer
         _check_normalizer(self.normalizer)
+        check_engine(engine)
+        self.engine = engine
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the projections anew, from `generator` or torch's own; kernels and normalisers keep what they hold."""
+        """Draw the projections anew, from `generator` or torch's own; what the kernel, normaliser and engine hold stays."""
         inward = (self.q_proj, self.k_proj, self.v_proj)
         as_one = all(projection.in_features == self.embed_dim for projection in inward)
         rows = sum(projection.out_features for projection in inward)
@@ -151,6 +157,7 @@ class MultiHeadAttention(nn.Module):
                 of any length gives what reading it at once does, positions and windows included.
             need_weights: also return the weights (batch, heads, n, m), not averaged over the heads as torch's are; in
                 training those that dropout left and scaled. The output is made of these very numbers. O(nm) memory.
+                ValueError for an engine that is not exact, which has no such table.
 
         Raises:
             TypeError, ValueError: naming the argument, its shape or dtype and what was expected. The cache is then as
@@ -160,6 +167,9 @@ class MultiHeadAttention(nn.Module):
         """
         key, value, lead = self._check(query, key, value, cache)
         _check_normalizer(self.normalizer)
+        check_engine(self.engine)
+        if need_weights and not isinstance(self.engine, str) and not self.engine.exact:
+            raise ValueError(f"need_weights: engine={self.engine!r} is not exact, and has no table of weights")
         q = split(self.q_proj(query), -1, (self.heads, self.head_dim)).transpose(-2, -3)
         k = split(self.k_proj(key), -1, (self.kv_heads, self.head_dim)).transpose(-2, -3)
         v = split(self.v_proj(value), -1, (self.kv_heads, self.value_dim)).transpose(-2, -3)
@@ -197,7 +207,7 @@ class MultiHeadAttention(nn.Module):
             else:
                 answers.append(attend(
                     q_at, k_at, v_at, kernel, mask=mask_at, causal=causal, window=window, normalizer=normalizer,
-                    dropout=dropout,
+                    dropout=dropout, engine=self.engine,
                 ))  # fmt: skip
             order += at
         output: Tensor = self.out_proj(_in_order(answers, order).transpose(-2, -3).flatten(-2))
@@ -292,7 +302,8 @@ class MultiHeadAttention(nn.Module):
         """torch's module with these weights, copied, batch first; see `from_torch`.
 
         ValueError for what torch's module cannot hold: another kernel than `ScaledDot()`, another normaliser than
-        `Softmax()`, fewer kv_heads than heads, heads · head_dim or heads · value_dim other than embed_dim.
+        `Softmax()`, an engine that is an object, fewer kv_heads than heads, heads · head_dim or heads · value_dim other
+        than embed_dim.
         """
         for _, kernel in self._shares():
             if type(kernel) is not ScaledDot:
@@ -300,6 +311,8 @@ class MultiHeadAttention(nn.Module):
         normalizer = self.normalizer
         if type(normalizer) is not Softmax or isinstance(normalizer.temperature, Tensor) or normalizer.temperature != 1:
             raise ValueError(f"normalizer {normalizer!r}: torch.nn.MultiheadAttention has Softmax() alone")
+        if not isinstance(self.engine, str):
+            raise ValueError(f"engine {self.engine!r}: torch.nn.MultiheadAttention has no place for one")
         if self.kv_heads != self.heads:
             raise ValueError(f"kv_heads={self.kv_heads}: torch.nn.MultiheadAttention has one for each of {self.heads}")
         for name, width in (("head_dim", self.head_dim), ("value_dim", self.value_dim)):
@@ -323,7 +336,10 @@ class MultiHeadAttention(nn.Module):
         grouped = "" if self.kv_heads == self.heads else f", kv_heads={self.kv_heads}"
         value = "" if self.value_dim == self.head_dim else f", value_dim={self.value_dim}"
         dropout = f", dropout={self.dropout:g}" if self.dropout else ""
-        return f"{self.embed_dim}, heads={self.heads}{grouped}, head_dim={self.head_dim}{value}{dropout}"
+        # A module is shown among the parts of the layer.
+        named = self.engine != "auto" and not isinstance(self.engine, nn.Module)
+        engine = f", engine={self.engine!r}" if named else ""
+        return f"{self.embed_dim}, heads={self.heads}{grouped}, head_dim={self.head_dim}{value}{dropout}{engine}"
 
 
 def _check_counts(**counts: int) -> None:

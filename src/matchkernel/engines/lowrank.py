@@ -1,0 +1,207 @@
+"""The Nyström engine: attention through a few landmarks, in time that grows with the length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..kernels.base import DotKernel
+from ..kernels.feature_base import why_no_score
+from ..kernels.values import HeadValue
+from ..masks import Visibility
+from ..normalizers import SoftmaxFamily
+from ._padding import run_within, why_not_padding
+from ._segments import Segments
+from .problem import Cost, Problem, traffic, zero_where_not
+from .reference import Reference
+
+_REFERENCE = Reference()
+
+
+@dataclass(frozen=True)
+class Nystrom:
+    """Attention through landmarks: approximate, O((n + m) · landmarks) time, never an n × m table.
+
+    softmax(S) v ≈ F A⁺ (B v),  F = softmax(s(q, k̃)),  A = softmax(s(q̃, k̃)),  B = softmax(s(q̃, k))
+
+    q̃ and k̃ are the means of q and of k, as they are given and before the kernel encodes them, over `landmarks` segments
+    whose lengths differ by one at most. s is the kernel's score, scaled as the normaliser says; a landmark stands at
+    the mean of its tokens' positions. F and A weigh a key landmark by how many keys it stands for, which changes
+    nothing where the segments are equally long, as they are in the paper. F and B are never formed where the fused
+    engine takes them: A⁺ (B v) are the values of attention from the queries to the landmarks.
+
+    Args:
+        landmarks: how many of either side (default 64, the paper's).
+        rtol: singular values of A below rtol times the largest count as 0 in the pseudo-inverse A⁺. None (default) for
+            landmarks · eps of the type that sums are taken in, which drops what is rounding alone. On inputs that are
+            not smooth along the sequence A is close to singular, and A⁺ enlarges errors: 0.01 tames that, at the price
+            of an error of about that size on smooth inputs.
+
+    Exact, and the whole table computed, where there are no more keys or no more queries than landmarks. Also exact
+    where the queries, or the keys, are constant over each segment and A has full rank. Rows sum to 1 where A has full
+    rank, but weights may be negative: nothing here is an average.
+
+    Masks over the keys: a key that nobody may attend to leaves the means, and the segments are cut among the others,
+    so that padding changes nothing. In self-attention hide padded queries too, with a mask that is
+    real[…, :, None] & real[…, None, :]: a query that sees nothing leaves the means, any other is part of them.
+    Refused: causal order and windows, since a landmark mixes the future in; masks that differ from query to query;
+    dropout; normalisers that are not a softmax, or need the sum of a row (a sink); signed feature kernels.
+
+    Derivatives are those of the formula, at a constant rank of A. Half types are computed in float32.
+    Cost: three tables of n · landmarks, landmarks² and landmarks · m pairs, and about 23 · landmarks³ operations for
+    A⁺, by a singular value decomposition. The paper iterates six steps of a series instead, which stops short of A⁺
+    where A is close to singular. ValueError for counts below 1 and an rtol outside [0, 1).
+    Source: Xiong et al. 2021 (Nyströmformer), eq. 13 and section 3.3; Williams & Seeger 2001 for the method of Nyström.
+    """
+
+    landmarks: int = 64
+    rtol: float | None = None
+
+    name = "nystrom"
+    exact = False
+
+    def __post_init__(self) -> None:
+        count, rtol = self.landmarks, self.rtol
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"Nystrom(landmarks={count!r}): expected an integer of at least 1")
+        if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not 0.0 <= rtol < 1.0):
+            raise ValueError(f"Nystrom(rtol={rtol!r}): expected a number from 0 up to, not including, 1, or None")
+
+    def refuse(self, problem: Problem) -> str | None:
+        normalizer = problem.normalizer
+        if (reason := why_not_padding(problem, "a landmark")) is not None:
+            return reason
+        if (reason := why_no_score(problem.kernel)) is not None:
+            return f"{reason}, and landmarks are matched by their scores"
+        if not isinstance(normalizer, SoftmaxFamily):
+            return f"{type(normalizer).__name__} is not a softmax"
+        if type(normalizer).remainder is not SoftmaxFamily.remainder:
+            return f"{type(normalizer).__name__} needs the sum of each row over all keys, which landmarks do not give"
+        if problem.dropout:
+            return "dropout needs a table of weights to drop from"
+        if 0 in (problem.pairs, problem.q.shape[-1], problem.v.shape[-1]):
+            return "there is nothing to compute: a length or a width is 0"
+        return None
+
+    def declines(self, problem: Problem) -> str | None:
+        return "it approximates"
+
+    def compiles(self, problem: Problem) -> bool:
+        return False
+
+    def run(self, problem: Problem) -> Tensor:
+        if self._all(problem):
+            return run_within(problem)
+        sees, seen = problem.visibility.query_sees, problem.visibility.key_seen
+        q, k, v = (x.to(problem.wide) for x in problem.hide())
+        whole = self._whole(problem, q, k, v)
+        place = whole.visibility
+        queries = Segments(place.queries, self.landmarks, None if sees is None else _each(sees, place.queries))
+        keys = Segments(place.keys, self.landmarks, None if seen is None else _each(seen, place.keys))
+        q_mark, k_mark = queries.mean(whole.q), keys.mean(whole.k)
+        at_query, at_key = (
+            _mean_position(*pair) for pair in ((place.query_position, queries), (place.key_position, keys))
+        )
+        bias = self._bias(keys, place.bias, whole)
+        here = replace(place, keys=self.landmarks, key_position=at_key, mask=bias)
+        there = replace(place, queries=self.landmarks, query_position=at_query)
+        among = replace(here, queries=self.landmarks, query_position=at_query)
+        summary = run_within(replace(whole, q=q_mark, visibility=there))
+        table = _REFERENCE.weights(replace(whole, q=q_mark, k=k_mark, v=k_mark, visibility=among))
+        if queries.keep is not None:
+            # A landmark of no query has no row; without it, padding leaves A⁺ as it is.
+            table = zero_where_not(queries.lengths(table.device) > 0, table)
+        values = self._inverse(table) @ summary
+        if keys.keep is not None:
+            # With fewer keys than landmarks each key is one, and F is the table itself.
+            values = torch.where(keys.kept.unsqueeze(-1) <= self.landmarks, keys.mean(whole.v), values)
+        out = run_within(replace(whole, k=k_mark, v=values, visibility=here)).to(problem.q.dtype)
+        return out if sees is None else zero_where_not(sees, out)
+
+    def _all(self, problem: Problem) -> bool:
+        return min(problem.visibility.queries, problem.visibility.keys) <= self.landmarks
+
+    def _whole(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Problem:
+        """The problem as wide as its sums, with no mask but one over the keys, and a head of keys for each of q."""
+        place, groups = problem.visibility, problem.groups
+        mask, positions = place.mask, place.key_position
+        if groups > 1:
+            k, v = (x.repeat_interleave(groups, dim=-3) for x in (k, v))
+        if mask is not None and not place.by_key:
+            assert place.key_seen is not None
+            mask = place.key_seen.unsqueeze(-2)
+        normalizer = problem.normalizer
+        if normalizer.counts_keys:
+            # Landmarks are fewer than keys, but the scores are those of the whole sequence.
+            visible = place.visible.amax(-2, keepdim=True)
+            normalizer = _Factor(normalizer.factor(visible, q))
+        place = Visibility(place.queries, place.keys, mask, False, None, place.query_position, positions, place.aligned)
+        return replace(problem, q=q, k=k, v=v, normalizer=normalizer, visibility=place, groups=1)
+
+    def _bias(self, keys: Segments, bias: Tensor | None, whole: Problem) -> Tensor | None:
+        """What is added to a key landmark's scores (…, 1, landmarks): the mean of the mask, log of how many it is."""
+        counts = None
+        if keys.keep is not None or keys.tokens % keys.count:
+            counts = keys.lengths(whole.q.device).to(whole.q.dtype).log().unsqueeze(-2)
+        if bias is None:
+            return counts
+        if keys.keep is not None:
+            bias = torch.where(keys.keep.unsqueeze(-2), bias, 0.0)
+        mean = keys.mean(bias.expand(*bias.shape[:-1], keys.tokens).to(whole.q.dtype).mT).mT
+        return mean if counts is None else mean + counts
+
+    def _inverse(self, table: Tensor) -> Tensor:
+        """A⁺ (…, landmarks, landmarks); NaN for a table that is not finite, where a decomposition would raise."""
+        finite = table.detach().isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+        rtol = self.landmarks * torch.finfo(table.dtype).eps if self.rtol is None else self.rtol
+        inverse: Tensor = torch.linalg.pinv(torch.where(finite, table, 0.0), rtol=rtol)
+        return torch.where(finite, inverse, math.nan)
+
+    def cost(self, problem: Problem) -> Cost:
+        place, size = problem.visibility, torch.finfo(problem.wide).bits // 8
+        batch, marks = problem.batch.numel(), self.landmarks
+        per_pair = problem.kernel.flops_per_pair(problem.q.shape[-1], problem.k.shape[-1])
+        width = problem.v.shape[-1]
+        if self._all(problem):
+            held = 3 * problem.pairs * size
+            flops = None if per_pair is None else problem.pairs * (per_pair + 2 * width)
+            return Cost(flops, traffic(problem), held)
+        both = place.queries + place.keys
+        flops = None
+        if per_pair is not None:
+            scores = (both + marks) * marks * per_pair
+            flops = batch * (scores + (both + marks) * marks * 2 * width + 23 * marks**3)
+        rows = batch * (place.queries * (width + 1) + marks * (2 * problem.q.shape[-1] + 2 * width + 3 * marks))
+        # A kernel that is no inner product has each of its two long tables formed, one after the other.
+        streams = isinstance(problem.kernel, DotKernel)
+        tables = 0 if streams else 3 * batch * max(place.queries, place.keys) * marks
+        return Cost(flops, 2 * traffic(problem), (rows + tables) * size)
+
+    def reason(self, problem: Problem) -> str:
+        if self._all(problem):
+            return f"no more queries or keys than landmarks ({self.landmarks}): the whole table"
+        return f"{self.landmarks} landmarks, the means of segments, stand between queries and keys"
+
+
+class _Factor(SoftmaxFamily):
+    """A softmax of scores times what another normaliser made of the number of keys."""
+
+    shift_invariant = True
+
+    def __init__(self, value: HeadValue) -> None:
+        super().__init__()
+        self.value = value
+
+    def factor(self, visible: Tensor | None, like: Tensor) -> HeadValue:
+        return self.value
+
+
+def _each(keep: Tensor, tokens: int) -> Tensor:
+    return keep.expand(*keep.shape[:-1], tokens)
+
+
+def _mean_position(position: Tensor, segments: Segments) -> Tensor:
+    return segments.mean(position.to(torch.float64).unsqueeze(-1)).squeeze(-1)
