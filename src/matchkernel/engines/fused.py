@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels.base import DotKernel, MatchKernel
-from ..normalizers import SoftmaxFamily
+from ..kernels.base import DotKernel
 from . import _torch_private
+from ._dot_softmax import additive, encoded, finished, form, four, merged, refuse, with_logsumexp
 from ._fused_function import FusedAttention, PublicFusedAttention, private, public
-from .problem import Cost, Problem, product_flops, traffic, zero_where_not
+from .problem import Cost, Problem, product_flops, traffic
 
 
 class Fused:
@@ -26,24 +26,7 @@ class Fused:
     exact = True
 
     def refuse(self, problem: Problem) -> str | None:
-        q, v, normalizer = problem.q, problem.v, problem.normalizer
-        if not isinstance(_form(problem), DotKernel):
-            return f"{problem.kernel!r} is not a DotKernel: its score is not an inner product of encodings"
-        if not isinstance(normalizer, SoftmaxFamily):
-            return f"{type(normalizer).__name__} is not a softmax"
-        if problem.dropout:
-            return "dropout leaves torch's fused kernel"
-        bias = problem.visibility.bias
-        if bias is not None and bias.requires_grad:
-            return "a mask that needs a gradient leaves torch's fused kernel"
-        if 0 in (problem.pairs, q.shape[-1], v.shape[-1]):
-            return "there is nothing to compute: a length or a width is 0"
-        private = _torch_private.available(q.device) and not torch.compiler.is_compiling()
-        if not private and type(normalizer).remainder is not SoftmaxFamily.remainder:
-            return (
-                f"{type(normalizer).__name__} needs each row's log-sum-exp, which only torch's private CPU call returns"
-            )
-        return None
+        return refuse(problem)
 
     def declines(self, problem: Problem) -> str | None:
         return None
@@ -52,29 +35,9 @@ class Fused:
         return False
 
     def run(self, problem: Problem) -> Tensor:
-        kernel, normalizer, place = _form(problem), problem.normalizer, problem.visibility
-        assert isinstance(kernel, DotKernel)
-        q, k, v = problem.hide()
-        q, k = kernel.encode(q, k, place.query_position, place.key_position, up_to_row_shift=normalizer.shift_invariant)
-        scale = kernel.scale(q.shape[-1])
-        factor = normalizer.factor(place.visible if normalizer.counts_keys else None, q)
-        if isinstance(factor, Tensor):
-            q = (q * factor).to(q.dtype)
-        else:
-            scale = scale * factor
-        if scale <= 0.0:
-            # torch multiplies the −inf of its causal mask by the scale: a negative or zero one makes it +inf or NaN.
-            q, scale = q * scale, 1.0
-        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        q, k, v = (_fold(x.to(dtype), problem) for x in (q, k, v))
+        q, k, v, scale = encoded(problem)
         out, logsumexp = _attend(q, k, v, problem, scale)
-        remainder = normalizer.remainder(_unfold(logsumexp, problem, 1)) if logsumexp is not None else None
-        out = _unfold(out, problem, 2)
-        if remainder is not None:
-            out = out * remainder.unsqueeze(-1)
-        out = out.to(problem.q.dtype)
-        sees = place.query_sees
-        return out if sees is None else zero_where_not(sees, out)
+        return finished(out, logsumexp, problem)
 
     def cost(self, problem: Problem) -> Cost:
         place, size = problem.visibility, problem.q.element_size()
@@ -90,20 +53,13 @@ class Fused:
         held = rows * (width * size + 4) + (problem.q.numel() + problem.k.numel()) * size
         # A dense mask is built from tables of booleans: what position permits, what the mask permits, and both.
         held += 0 if mask is None else mask.numel() * (mask.element_size() + (3 if _forms_table(mask, problem) else 0))
-        return Cost(product_flops(replace(problem, kernel=_form(problem)), pairs), traffic(problem), held)
+        return Cost(product_flops(replace(problem, kernel=form(problem)), pairs), traffic(problem), held)
 
     def reason(self, problem: Problem) -> str:
         table = _forms_table(_bias(problem, problem.q.dtype)[0], problem)
         how = ", through an n × m mask" if table else ""
         when = "" if isinstance(problem.kernel, DotKernel) else " where no key is later than its query"
         return f"{problem.kernel!r} is an inner product of encodings{when}, so torch's fused kernel computes it{how}"
-
-
-def _form(problem: Problem) -> MatchKernel:
-    """The kernel, or what it is where no query may attend to a later key."""
-    place = problem.visibility
-    no_later = place.causal or (place.window is not None and place.window[1] == 0)
-    return problem.kernel.under_causal_order() if no_later else problem.kernel
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float) -> tuple[Tensor, Tensor | None]:
@@ -129,9 +85,7 @@ def _after_a_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor
     out_past, log_past = _call(q, k[..., :past, :], v[..., :past, :], None, False, scale)
     out_own, log_own = _call(q, k[..., past:, :], v[..., past:, :], None, True, scale)
     assert log_past is not None and log_own is not None
-    share = torch.sigmoid(log_past - log_own).unsqueeze(-1)
-    out = share * out_past + (1.0 - share) * out_own
-    return out.to(out_own.dtype), torch.logaddexp(log_past, log_own)
+    return merged(out_own, log_own, out_past, log_past)
 
 
 def _call(
@@ -153,53 +107,20 @@ def _bias(problem: Problem, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
     place = problem.visibility
     n, m = place.queries, place.keys
     # torch's causal flag is aligned to the start, ours to the end: they agree on a square, and one last query sees all.
-    private = _torch_private.available(problem.q.device) and not torch.compiler.is_compiling()
+    private = with_logsumexp(problem.q.device)
     own_order = n >= m or n == 1 or (private and place.mask is None)
     if place.plain_causal and own_order and (place.mask is None or (place.by_key and private)):
-        bias = None if place.mask is None else _additive(place.mask, problem, dtype)
+        bias = None if place.mask is None else additive(place.mask, problem, dtype)
         # A branch, so that a compiler that traces any n hands torch a bool and not a symbol.
         return (bias, True) if n > 1 else (bias, False)
     if place.allowed is None:
         return None, False
     if place.bias is None:
-        return _additive(place.allowed, problem, dtype), False
+        return additive(place.allowed, problem, dtype), False
     if place.by_position is None:
-        return _additive(place.bias, problem, dtype), False
-    return _four(torch.where(place.by_position, place.bias.to(dtype), float("-inf")), problem), False
+        return additive(place.bias, problem, dtype), False
+    return four(torch.where(place.by_position, place.bias.to(dtype), float("-inf")), problem), False
 
 
 def _forms_table(bias: Tensor | None, problem: Problem) -> bool:
     return bias is not None and bias.shape[-2] > 1 and problem.visibility.queries > 1
-
-
-def _additive(mask: Tensor, problem: Problem, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return _four(mask.detach().to(dtype), problem)
-    zeros = torch.zeros((), dtype=dtype, device=mask.device)
-    return _four(torch.where(mask, zeros, float("-inf")), problem)
-
-
-def _four(bias: Tensor, problem: Problem) -> Tensor:
-    """The mask (…, n | 1, m) with exactly two leading dimensions, as the folded tensors have."""
-    bias = (
-        bias.expand(*bias.shape[:-1], problem.visibility.keys) if bias.dim() else bias.expand(problem.visibility.keys)
-    )
-    bias = bias[(None,) * max(0, 4 - bias.dim())]
-    lead = bias.shape[:-3]
-    target = problem.batch[:-1]
-    return (bias if lead.numel() == 1 else bias.expand(*target, *bias.shape[-3:])).reshape(-1, *bias.shape[-3:])
-
-
-def _fold(x: Tensor, problem: Problem) -> Tensor:
-    """(…, heads, tokens, width) → (batch, heads, tokens, width), rows contiguous."""
-    batch = problem.batch
-    heads = batch[-1] if batch else 1
-    if problem.groups > 1 and x.dim() >= 3 and x.shape[-3] == heads // problem.groups:
-        heads = x.shape[-3]
-    x = x.expand(*batch[:-1], heads, *x.shape[-2:])
-    x = x[None] if x.dim() == 3 else x.flatten(0, -4)
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _unfold(x: Tensor, problem: Problem, trailing: int) -> Tensor:
-    return x.reshape(*problem.batch, *x.shape[x.dim() - trailing :])
