@@ -2,7 +2,7 @@
 
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
 from .cache import KeyValueCache
-from .engines import Linformer, Nystrom, Tiled
+from .engines import Linear, Linformer, Nystrom, Tiled
 from .kernels import (
     Additive,
     ALiBi,
@@ -62,6 +62,7 @@ __all__ = [
     "HyperbolicFeatures",
     "KeyValueCache",
     "Laplacian",
+    "Linear",
     "Linformer",
     "MatchKernel",
     "Mixture",

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ._validate import build_problem
-from .engines import Engine, Fused, Problem, Reference, Tiled
+from .engines import Engine, Fused, Linear, Problem, Reference, Tiled
 from .kernels.base import MatchKernel
 from .kernels.dot import Dot, ScaledDot
 from .normalizers import Normalizer
 from .roofline import Roofline, roofline
 
 _REFERENCE = Reference()
-_BY_NAME: dict[str, Engine] = {engine.name: engine for engine in (Fused(), Tiled(), _REFERENCE)}
+_BY_NAME: dict[str, Engine] = {engine.name: engine for engine in (Linear(), Fused(), Tiled(), _REFERENCE)}
 """In the order in which "auto" asks them; the reference refuses only what is not defined and stands last."""
 
 

@@ -110,14 +110,18 @@ class FeatureKernel(MatchKernel):
     def products(self, q: Encoding, k: Encoding) -> tuple[Tensor, Tensor]:
         """κ of all encoded queries and keys in two factors: κ = product · e^log_scale, both (…, n, m)."""
         (x, of_query), (y, of_key) = leaves(q), leaves(k)
-        if x.shape[-1] != y.shape[-1]:
-            raise ValueError(
-                f"{self!r} maps queries to {x.shape[-1]} features and keys to {y.shape[-1]}, expected equally many"
-            )
+        self.check_features(x, y)
         product = x.to(torch.promote_types(x.dtype, y.dtype)) @ y.to(torch.promote_types(x.dtype, y.dtype)).mT
         if self.positive or self.nonnegative:
             product = lifted(product)
         return product, of_query + of_key.mT
+
+    def check_features(self, query: Tensor, key: Tensor) -> None:
+        """Raise unless both maps give equally many features."""
+        if query.shape[-1] != key.shape[-1]:
+            raise ValueError(
+                f"{self!r} maps queries to {query.shape[-1]} features and keys to {key.shape[-1]}, expected equally many"
+            )
 
     def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
         return self._encoded("q", q, self.query_features(_widened(q), position))

@@ -37,7 +37,7 @@ class SoftmaxFamily(Normalizer):
         if product.shape[-1] == 0:
             return product
         # In units of the row's largest weight, which the future cannot have set: it is at −inf there.
-        one = self._beside(log_scale)
+        one = self.beside(log_scale)
         top = (log_scale.detach() + product.detach().abs().log()).amax(dim=-1, keepdim=True)
         if one is not None:
             top = torch.maximum(top, one.detach())
@@ -51,7 +51,7 @@ class SoftmaxFamily(Normalizer):
         empty = total == 0.0
         return torch.where(empty, 0.0, kappa / torch.where(empty, 1.0, total))
 
-    def _beside(self, like: Tensor) -> Tensor | None:
+    def beside(self, like: Tensor) -> Tensor | None:
         """The logarithm of what stands beside the keys in the row's sum, broadcastable to `like` (…, n, m)."""
         return None
 
@@ -132,7 +132,7 @@ class SinkSoftmax(SoftmaxFamily):
     def proportional(self) -> bool:
         return True
 
-    def _beside(self, like: Tensor) -> Tensor:
+    def beside(self, like: Tensor) -> Tensor:
         logit = as_factor(self.logit, like)
         return logit if isinstance(logit, Tensor) else like.new_tensor(logit)
 
