@@ -7,15 +7,10 @@ output and the gradients of the inputs count, and make 4 MiB of every 1,024 toke
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
+import peaks
 import targets
 import torch
 import ways
@@ -23,11 +18,7 @@ from harness import RESULTS, Row, one_thread, store
 
 import matchkernel as mk
 
-MIB = 1024.0
 LENGTHS = (1024, 2048, 4096, 8192)
-GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-"""glibc keeps freed tensors below a size that it raises as it goes, so that a peak counts what is no longer held, and
-another amount from run to run: up to a third more. With a fixed size each freed tensor goes back to the system."""
 DENSE = (512, 1024)
 """Lengths for the ways that hold n × n, or n × n × d, numbers."""
 
@@ -58,14 +49,6 @@ def beside() -> dict[str, ways.Build]:
     return found
 
 
-def status(name: str) -> float:
-    """MiB, as the system counts this process's memory."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) / MIB
-    raise RuntimeError(f"/proc/self/status has no {name}")
-
-
 def peak(build: ways.Build, n: int, causal: bool) -> float:
     """MiB that one step holds at most, beside what was there before it."""
     for length in (256, n):
@@ -73,14 +56,7 @@ def peak(build: ways.Build, n: int, causal: bool) -> float:
         _step(build, length, causal)
     inputs = ways.Inputs.draw(n, causal, batch=1)
     way = build(inputs)
-    # What warming up freed stays with the process until it is asked for; the step would use it unseen.
-    ctypes.CDLL(None).malloc_trim(0)
-    before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    gradients = torch.autograd.grad(way.call(), way.leaves, inputs.upstream)
-    found = status("VmHWM") - before
-    del gradients
-    return found
+    return peaks.held(lambda: torch.autograd.grad(way.call(), way.leaves, inputs.upstream))
 
 
 def _step(build: ways.Build, n: int, causal: bool) -> None:
@@ -100,8 +76,7 @@ def run(what: str, way: str, n: int) -> None:
 
 
 def fresh(what: str, way: str, n: int) -> Row:
-    call = [sys.executable, __file__, "--one", what, way, str(n)]
-    done = subprocess.run(call, capture_output=True, text=True, env=os.environ | GIVE_BACK)
+    done = peaks.in_a_fresh_process(__file__, "--one", what, way, str(n))
     place: Row = {"what": what, "way": way, "n": n, "causal": "ALiBi" in what}
     if done.returncode:
         if way == "matchkernel":
@@ -114,10 +89,7 @@ def fresh(what: str, way: str, n: int) -> Row:
 
 def slope(rows: list[Row]) -> float:
     """Least squares of log mib on log n."""
-    x, y = [math.log(row["n"]) for row in rows], [math.log(row["mib"]) for row in rows]
-    centre_x, centre_y = sum(x) / len(x), sum(y) / len(y)
-    rise = sum((a - centre_x) * (b - centre_y) for a, b in zip(x, y, strict=True))
-    return rise / sum((a - centre_x) ** 2 for a in x)
+    return peaks.slope([row["n"] for row in rows], [row["mib"] for row in rows])
 
 
 def judge(rows: list[Row], slopes: list[Row]) -> list[Row]:
