@@ -36,7 +36,9 @@ def _means(x: Array, count: int) -> tuple[Array, Array]:
     return np.stack([part.mean(axis=0) for part in parts]), np.array([len(part) for part in parts], dtype=np.float64)
 
 
-def by_formula(q: Tensor, k: Tensor, v: Tensor, landmarks: int, *, factor: float | None = None) -> Tensor:
+def by_formula(
+    q: Tensor, k: Tensor, v: Tensor, landmarks: int, *, factor: float | None = None, ridge: float = 0.0
+) -> Tensor:
     """Xiong et al. 2021, eq. 13, for q (n, d), k (m, d), v (m, w) in numpy; segments weigh by their length."""
     queries, keys, values = (x.detach().double().numpy() for x in (q, k, v))
     factor = 1.0 / math.sqrt(q.shape[-1]) if factor is None else factor
@@ -45,24 +47,29 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, landmarks: int, *, factor: float
     first = _softmax(factor * queries @ k_mark.T + np.log(lengths))
     middle = _softmax(factor * q_mark @ k_mark.T + np.log(lengths))
     last = _softmax(factor * q_mark @ keys.T)
-    return torch.from_numpy(first @ np.linalg.pinv(middle) @ last @ values)
+    u, sigma, vh = np.linalg.svd(middle)
+    inverse = vh.T @ np.diag(sigma / (sigma**2 + ridge**2)) @ u.T
+    return torch.from_numpy(first @ inverse @ last @ values)
 
 
 @pytest.mark.parametrize(("n", "m", "landmarks"), [(12, 12, 4), (13, 11, 4), (10, 17, 3), (9, 8, 7), (6, 6, 1)])
 def test_nystrom_is_its_formula(n: int, m: int, landmarks: int) -> None:
     q, k, v = inputs(2, 3, n=n, m=m)
-    out = mk.attend(q, k, v, engine=mk.Nystrom(landmarks))
-    for b in range(2):
-        for h in range(3):
-            assert_close(out[b, h], by_formula(q[b, h], k[b, h], v[b, h], landmarks), **TIGHT)
+    for engine in (mk.Nystrom(landmarks), mk.Nystrom(landmarks, ridge=0.3), mk.Nystrom(landmarks, ridge=0)):
+        out = mk.attend(q, k, v, engine=engine)
+        for b in range(2):
+            for h in range(3):
+                expected = by_formula(q[b, h], k[b, h], v[b, h], landmarks, ridge=engine.ridge)
+                assert_close(out[b, h], expected, **TIGHT)
+    assert mk.Nystrom().ridge == 0.03 and mk.Nystrom().landmarks == 64
 
 
 def test_temperature_and_length_scale_all_three_tables() -> None:
     q, k, v = inputs(n=12, m=14)
-    hot = mk.attend(q, k, v, mk.Dot(), normalizer=mk.Softmax(0.7), engine=mk.Nystrom(4))
+    hot = mk.attend(q, k, v, mk.Dot(), normalizer=mk.Softmax(0.7), engine=mk.Nystrom(4, ridge=0))
     assert_close(hot, by_formula(q, k, v, 4, factor=1 / 0.7), **TIGHT)
     # The logarithm is that of the 14 keys, not of the landmarks.
-    scalable = mk.attend(q, k, v, mk.Dot(), normalizer=mk.ScalableSoftmax(0.2), engine=mk.Nystrom(4))
+    scalable = mk.attend(q, k, v, mk.Dot(), normalizer=mk.ScalableSoftmax(0.2), engine=mk.Nystrom(4, ridge=0))
     assert_close(scalable, by_formula(q, k, v, 4, factor=0.2 * math.log(14)), **TIGHT)
 
 
@@ -92,7 +99,7 @@ def test_any_kernel_by_its_tables(kernel: mk.MatchKernel) -> None:
     middle = mk.weights(q_mark, k_mark, kernel, query_position=q_mean, key_position=k_mean)
     last = mk.weights(q_mark, k, kernel, query_position=q_mean, key_position=k_at)
     expected = first @ torch.linalg.pinv(middle, rtol=1e-13) @ last @ v
-    out = mk.attend(q, k, v, kernel, engine=mk.Nystrom(3), query_position=q_at, key_position=k_at)
+    out = mk.attend(q, k, v, kernel, engine=mk.Nystrom(3, ridge=0), query_position=q_at, key_position=k_at)
     assert_close(out, expected, rtol=1e-7, atol=1e-7)
 
 
@@ -111,16 +118,17 @@ def test_as_many_landmarks_as_tokens_are_exact(kernel: mk.MatchKernel) -> None:
 def test_segments_of_equal_tokens_are_exact(side: str, n: int) -> None:
     """If one side is constant on each segment, every row (or column) of the table is one of the landmarks'."""
     q, k, v = inputs(2, n=n, m=n)
+    exact = mk.Nystrom(4, ridge=0)
     lengths = torch.tensor([len(part) for part in np.array_split(np.arange(n), 4)])
     if side == "queries":
         q = q[..., :4, :].repeat_interleave(lengths, dim=-2)
     else:
         k = k[..., :4, :].repeat_interleave(lengths, dim=-2)
-    assert_close(mk.attend(q, k, v, engine=mk.Nystrom(4)), mk.attend(q, k, v), **TIGHT)
+    assert_close(mk.attend(q, k, v, engine=exact), mk.attend(q, k, v), **TIGHT)
     if side == "queries":
         # The other way round the segments are not constant, and it is not.
         assert (
-            mk.attend(q.flip(-2)[..., 1:, :], k, v, engine=mk.Nystrom(4)) - mk.attend(q.flip(-2)[..., 1:, :], k, v)
+            mk.attend(q.flip(-2)[..., 1:, :], k, v, engine=exact) - mk.attend(q.flip(-2)[..., 1:, :], k, v)
         ).norm() > 0.1
 
 
@@ -131,10 +139,10 @@ def test_smooth_inputs_come_near_and_random_ones_do_not() -> None:
     errors = {}
     for name, (q, k) in {"smooth": torch.stack(waves).sum(0), "random": draw(2, 256, 8, seed=7)}.items():
         exact = mk.attend(q, k, v)
-        out = {rtol: mk.attend(q, k, v, engine=mk.Nystrom(32, rtol=rtol)) for rtol in (None, 0.01)}
+        out = {ridge: mk.attend(q, k, v, engine=mk.Nystrom(32, ridge=ridge)) for ridge in (0, 0.03)}
         errors[name] = [float((o - exact).norm() / exact.norm()) for o in out.values()]
     assert errors["smooth"][0] < 0.02 and errors["smooth"][1] < 0.1
-    # On random tokens A is nearly singular; a cutoff keeps it from making things worse than nothing.
+    # On random tokens A is nearly singular; a ridge keeps it from making things worse than nothing.
     assert errors["random"][1] < errors["random"][0] and errors["random"][0] > 0.5
 
 
@@ -218,11 +226,12 @@ def test_batch_is_loop_and_groups_are_copies(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "setting", [{}, {"mask": torch.arange(7) != 2}, {"kernel": Cauchy()}], ids=["plain", "mask", "Cauchy"]
 )
-def test_derivatives_of_nystrom(setting: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ridge", [0, 0.03])
+def test_derivatives_of_nystrom(setting: dict[str, Any], ridge: float) -> None:
     leaves = [x.requires_grad_() for x in inputs(n=6, m=7, d=2, width=2)]
 
     def call(*args: Tensor) -> Tensor:
-        return mk.attend(*args, engine=mk.Nystrom(2), **setting)
+        return mk.attend(*args, engine=mk.Nystrom(2, ridge=ridge), **setting)
 
     assert torch.autograd.gradcheck(call, leaves)
     assert torch.autograd.gradgradcheck(call, leaves)
@@ -251,14 +260,17 @@ def test_half_types_are_computed_in_float32(dtype: torch.dtype) -> None:
 
 
 def test_float32_stays_near_float64() -> None:
-    """On smooth inputs A is singular to rounding; its cutoff keeps what float32 lost out of A⁺."""
+    """On smooth inputs A is singular to rounding, which must not come back enlarged."""
     t = torch.linspace(0, 1, 512, dtype=torch.float64)[:, None]
     q, k = (torch.cat([torch.sin(3 * t + s), torch.cos(5 * t * s)], -1) for s in (1.0, 2.0))
     v = draw(512, 3, seed=1)
     exact = mk.attend(q, k, v)
     for landmarks in (16, 64):
-        out = mk.attend(q.float(), k.float(), v.float(), engine=mk.Nystrom(landmarks))
-        assert (out - exact).norm() / exact.norm() < 2e-3
+        for ridge, most in ((0, 2e-3), (0.03, 4e-2)):
+            engine = mk.Nystrom(landmarks, ridge)
+            out = mk.attend(q.float(), k.float(), v.float(), engine=engine).double()
+            assert (out - exact).norm() / exact.norm() < most
+            assert (out - mk.attend(q, k, v, engine=engine)).norm() / exact.norm() < (2e-3 if ridge == 0 else 1e-4)
 
 
 def test_a_nan_that_is_seen_is_told_and_stays_in_its_sequence() -> None:
@@ -268,16 +280,16 @@ def test_a_nan_that_is_seen_is_told_and_stays_in_its_sequence() -> None:
     assert out[1].isnan().all() and out[0].isfinite().all()
 
 
-def test_the_cutoff_counts_from_the_largest_singular_value() -> None:
+def test_without_a_ridge_only_rounding_is_left_out() -> None:
+    """Two equal landmarks: rank 3 of 4, and the exact inverse of what is left."""
     q, k, v = inputs(n=12, m=12)
+    k = torch.cat([k[:3], k[:3], k[6:]])
     q_mark, k_mark = (x.unflatten(0, (4, 3)).mean(1) for x in (q, k))
-    table = mk.weights(q_mark, k_mark)
-    first, middle, *_ = torch.linalg.svdvals(table).tolist()
-    for rtol, kept in ((0.99 * middle / first, 2), (1.01 * middle / first, 1)):
-        u, s, vh = torch.linalg.svd(table)
-        inverse = vh[:kept].mT @ (u[:, :kept] / s[:kept]).mT
-        expected = mk.weights(q, k_mark) @ inverse @ mk.weights(q_mark, k) @ v
-        assert_close(mk.attend(q, k, v, engine=mk.Nystrom(4, rtol=rtol)), expected, **TIGHT)
+    u, s, vh = torch.linalg.svd(mk.weights(q_mark, k_mark))
+    assert s[3] < 1e-12 < s[2]
+    inverse = vh[:3].mT @ (u[:, :3] / s[:3]).mT
+    expected = mk.weights(q, k_mark) @ inverse @ mk.weights(q_mark, k) @ v
+    assert_close(mk.attend(q, k, v, engine=mk.Nystrom(4, ridge=0)), expected, **TIGHT)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +396,9 @@ def test_nothing_to_compute_is_refused(empty: str) -> None:
     [
         (lambda: mk.Nystrom(0), r"Nystrom\(landmarks=0\): expected an integer of at least 1"),
         (lambda: mk.Nystrom(True), r"landmarks=True"),
-        (lambda: mk.Nystrom(rtol=1.0), r"Nystrom\(rtol=1.0\): expected a number from 0"),
+        (lambda: mk.Nystrom(ridge=-0.1), r"Nystrom\(ridge=-0.1\): expected a finite number of at least 0"),
+        (lambda: mk.Nystrom(ridge=math.inf), r"Nystrom\(ridge=inf\)"),
+        (lambda: mk.Nystrom(ridge=True), r"Nystrom\(ridge=True\)"),
         (lambda: mk.Linformer(0, 1), r"Linformer\(length=0\)"),
         (lambda: mk.Linformer(1, 1.5), r"Linformer\(rank=1.5\)"),  # type: ignore[arg-type]
         (lambda: mk.Linformer(1, 1, heads=0), r"Linformer\(heads=0\)"),
@@ -404,8 +418,9 @@ def test_told_as_approximate_and_never_chosen() -> None:
         assert told.engine == engine.name and told.flops is not None
         assert told.flops < mk.explain(q, k, v, engine="reference").flops  # type: ignore[operator]
         assert mk.explain(q, k, v).exact
-    # Two batches: (200 + 220 + 8) · 8 pairs of 2 (4 + 3) operations, and 23 · 8³ for the inverse.
-    assert mk.explain(q, k, v, engine=mk.Nystrom(8)).flops == 2 * (428 * 8 * 14 + 23 * 512)
+    # Two batches: (200 + 220 + 8) · 8 pairs of 2 (4 + 3) operations, and 3 · 8³ for the inverse.
+    assert mk.explain(q, k, v, engine=mk.Nystrom(8)).flops == 2 * (428 * 8 * 14 + 3 * 512)
+    assert mk.explain(q, k, v, engine=mk.Nystrom(8, ridge=0)).flops == 2 * (428 * 8 * 14 + 23 * 512)
     # Mixing: 2 · 8 · 220 · (4 + 3); then 200 queries over 8 keys.
     assert mk.explain(q, k, v, engine=mk.Linformer(220, 8)).flops == 2 * (2 * 8 * 220 * 7 + 200 * 8 * 14)
     assert mk.explain(q, k, v, Cauchy(), engine=mk.Nystrom(8)).flops is None

@@ -26,6 +26,7 @@ class Nystrom:
     """Attention through landmarks: approximate, O((n + m) · landmarks) time, never an n × m table.
 
     softmax(S) v ≈ F A⁺ (B v),  F = softmax(s(q, k̃)),  A = softmax(s(q̃, k̃)),  B = softmax(s(q̃, k))
+    A⁺ b = the x that makes |A x − b|² + ridge² |x|² least
 
     q̃ and k̃ are the means of q and of k, as they are given and before the kernel encodes them, over `landmarks` segments
     whose lengths differ by one at most. s is the kernel's score, scaled as the normaliser says; a landmark stands at
@@ -34,15 +35,16 @@ class Nystrom:
     engine takes them: A⁺ (B v) are the values of attention from the queries to the landmarks.
 
     Args:
-        landmarks: how many of either side (default 64, the paper's).
-        rtol: singular values of A below rtol times the largest count as 0 in the pseudo-inverse A⁺. None (default) for
-            landmarks · eps of the type that sums are taken in, which drops what is rounding alone. On inputs that are
-            not smooth along the sequence A is close to singular, and A⁺ enlarges errors: 0.01 tames that, at the price
-            of an error of about that size on smooth inputs.
+        landmarks: how many on either side (default 64, the paper's).
+        ridge: a singular value σ of A is inverted as σ / (σ² + ridge²); the largest is at least 1. On tokens that do
+            not change smoothly along the sequence A is close to singular, and its exact inverse enlarges what F and B
+            miss, often beyond all bounds. The default, 0.03, errs about as much as the paper's six steps of an
+            iteration, which stop short of the inverse too; its price is an error of that size where all is smooth. 0
+            for the pseudo-inverse, without the singular values below landmarks · eps of the largest.
 
-    Exact, and the whole table computed, where there are no more keys or no more queries than landmarks. Also exact
-    where the queries, or the keys, are constant over each segment and A has full rank. Rows sum to 1 where A has full
-    rank, but weights may be negative: nothing here is an average.
+    Exact, and the whole table computed, where there are no more keys or no more queries than landmarks. At ridge 0 also
+    exact where the queries, or the keys, are constant over each segment and A has full rank. Rows of F A⁺ B sum to 1,
+    or nearly, but may hold negative weights: the output is no average of values.
 
     Masks over the keys: a key that nobody may attend to leaves the means, and the segments are cut among the others,
     so that padding changes nothing. In self-attention hide padded queries too, with a mask that is
@@ -50,25 +52,26 @@ class Nystrom:
     Refused: causal order and windows, since a landmark mixes the future in; masks that differ from query to query;
     dropout; normalisers that are not a softmax, or need the sum of a row (a sink); signed feature kernels.
 
-    Derivatives are those of the formula, at a constant rank of A. Half types are computed in float32.
-    Cost: three tables of n · landmarks, landmarks² and landmarks · m pairs, and about 23 · landmarks³ operations for
-    A⁺, by a singular value decomposition. The paper iterates six steps of a series instead, which stops short of A⁺
-    where A is close to singular. ValueError for counts below 1 and an rtol outside [0, 1).
+    Derivatives are those of the formula (at ridge 0 while the rank of A stays). Half types are computed in float32, A⁺
+    in float64.
+    Cost: three tables of n · landmarks, landmarks² and landmarks · m pairs, and about 3 · landmarks³ operations for A⁺,
+    23 · landmarks³ at ridge 0. ValueError for counts below 1 and a ridge that is negative or not finite.
     Source: Xiong et al. 2021 (Nyströmformer), eq. 13 and section 3.3; Williams & Seeger 2001 for the method of Nyström.
     """
 
     landmarks: int = 64
-    rtol: float | None = None
+    ridge: float = 0.03
 
     name = "nystrom"
     exact = False
 
     def __post_init__(self) -> None:
-        count, rtol = self.landmarks, self.rtol
+        count, ridge = self.landmarks, self.ridge
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"Nystrom(landmarks={count!r}): expected an integer of at least 1")
-        if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, (int, float)) or not 0.0 <= rtol < 1.0):
-            raise ValueError(f"Nystrom(rtol={rtol!r}): expected a number from 0 up to, not including, 1, or None")
+        number = isinstance(ridge, (int, float)) and not isinstance(ridge, bool)
+        if not number or not 0.0 <= ridge < math.inf:
+            raise ValueError(f"Nystrom(ridge={ridge!r}): expected a finite number of at least 0")
 
     def refuse(self, problem: Problem) -> str | None:
         normalizer = problem.normalizer
@@ -114,7 +117,7 @@ class Nystrom:
         if queries.keep is not None:
             # A landmark of no query has no row; without it, padding leaves A⁺ as it is.
             table = zero_where_not(queries.lengths(table.device) > 0, table)
-        values = self._inverse(table) @ summary
+        values = self._solve(table, summary)
         if keys.keep is not None:
             # With fewer keys than landmarks each key is one, and F is the table itself.
             values = torch.where(keys.kept.unsqueeze(-1) <= self.landmarks, keys.mean(whole.v), values)
@@ -153,12 +156,17 @@ class Nystrom:
         mean = keys.mean(bias.expand(*bias.shape[:-1], keys.tokens).to(whole.q.dtype).mT).mT
         return mean if counts is None else mean + counts
 
-    def _inverse(self, table: Tensor) -> Tensor:
-        """A⁺ (…, landmarks, landmarks); NaN for a table that is not finite, where a decomposition would raise."""
+    def _solve(self, table: Tensor, summary: Tensor) -> Tensor:
+        """A⁺ b (…, landmarks, d_v); NaN for a table that is not finite, where a decomposition would raise."""
         finite = table.detach().isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-        rtol = self.landmarks * torch.finfo(table.dtype).eps if self.rtol is None else self.rtol
-        inverse: Tensor = torch.linalg.pinv(torch.where(finite, table, 0.0), rtol=rtol)
-        return torch.where(finite, inverse, math.nan)
+        # Few numbers, and squared: in float32 the ridge would drown in rounding.
+        A, b = torch.where(finite, table, 0.0).double(), summary.double()
+        if self.ridge:
+            damped = A.mT @ A + self.ridge**2 * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+            x: Tensor = torch.linalg.solve(damped, A.mT @ b)
+        else:
+            x = torch.linalg.pinv(A, rtol=self.landmarks * torch.finfo(table.dtype).eps) @ b
+        return torch.where(finite, x, math.nan).to(summary.dtype)
 
     def cost(self, problem: Problem) -> Cost:
         place, size = problem.visibility, torch.finfo(problem.wide).bits // 8
@@ -173,7 +181,7 @@ class Nystrom:
         flops = None
         if per_pair is not None:
             scores = (both + marks) * marks * per_pair
-            flops = batch * (scores + (both + marks) * marks * 2 * width + 23 * marks**3)
+            flops = batch * (scores + (both + marks) * marks * 2 * width + (3 if self.ridge else 23) * marks**3)
         rows = batch * (place.queries * (width + 1) + marks * (2 * problem.q.shape[-1] + 2 * width + 3 * marks))
         # A kernel that is no inner product has each of its two long tables formed, one after the other.
         streams = isinstance(problem.kernel, DotKernel)
