@@ -222,6 +222,8 @@ def _choose(problem: Problem, engine: str | Engine) -> tuple[Engine, list[str]]:
     if engine == "auto":
         refusals: list[str] = []
         for candidate in _BY_NAME.values():
+            if not concerned(candidate, problem):
+                continue
             refusal = candidate.refuse(problem) or candidate.declines(problem)
             if refusal is None:
                 return candidate, refusals
@@ -233,6 +235,13 @@ def _choose(problem: Problem, engine: str | Engine) -> tuple[Engine, list[str]]:
     if refusal is not None:
         raise ValueError(f"engine={engine!r} cannot run this call: {refusal}")
     return chosen, [how]
+
+
+def concerned(engine: Engine, problem: Problem) -> bool:
+    """Whether the question arises: an engine for calls of one kind may say so with a method `concerns`, and is then
+    not told of where it never would have been asked."""
+    concerns = getattr(engine, "concerns", None)
+    return concerns is None or bool(concerns(problem))
 
 
 def check_engine(engine: object) -> None:

@@ -43,6 +43,10 @@ class Linear:
         if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < 1:
             raise ValueError(f"Linear(chunk={self.chunk!r}): expected an integer of at least 1")
 
+    def concerns(self, problem: Problem) -> bool:
+        """Whether "auto" asks at all."""
+        return isinstance(problem.kernel, FeatureKernel)
+
     def refuse(self, problem: Problem) -> str | None:
         place, normalizer = problem.visibility, problem.normalizer
         if not isinstance(problem.kernel, FeatureKernel):
