@@ -32,7 +32,7 @@ def build_problem(
     dropout: float = 0.0,
 ) -> Problem:
     """One checked call; raises TypeError or ValueError for what does not fit."""
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     kernel = _SCALED_DOT if kernel is None else kernel
     if not isinstance(kernel, MatchKernel):
         hint = "; it is a class, so add parentheses" if isinstance(kernel, type) else ""
@@ -45,7 +45,7 @@ def build_problem(
         raise TypeError(f"causal: expected True or False, got {causal!r}")
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout={dropout}: expected a probability from 0 up to, not including, 1")
-    batch, groups = _batch(q, k, v)
+    batch, groups = leading(q, k, v)
     n, m = q.shape[-2], k.shape[-2]
     if mask is not None:
         check_mask(mask, torch.Size((*batch, n, m)))
@@ -65,7 +65,8 @@ def build_problem(
     return Problem(q, k, v, kernel, normalizer, visibility, dropout, batch, groups)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """q, k and v are floating-point tensors of tokens, of one dtype, on one device, with a value for each key."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
@@ -83,7 +84,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, int]:
+def leading(q: Tensor, k: Tensor, v: Tensor) -> tuple[torch.Size, int]:
     """The leading shape of the output, and how many query heads share one key head."""
     query_lead, key_lead = q.shape[:-2], broadcast(k.shape[:-2], v.shape[:-2])
     if key_lead is None:
