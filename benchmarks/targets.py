@@ -127,6 +127,12 @@ for _way in ("Cauchy, match", "Quadratic, match"):
     LINES += _both(f"{_way} ÷ fused dot", (None, None), (None, None), "own", _way, from_length=2048)
 LINES += _both("Laplacian ÷ fused dot", (None, None), (None, None), "pointwise", "Laplacian")
 
+RING_LINES: list[Line] = [
+    Line("ring, a rank of two ÷ one process, not causal", 0.56, 0.50, "ring", "ring", True),
+    Line("ring, a rank of two ÷ one process, causal, dealt", 0.60, 0.50, "ring, causal", "ring, dealt", True),
+    Line("ring, a rank of two ÷ one process, causal, contiguous", None, None, "ring, causal", "ring, contiguous", True),
+]
+
 
 def judge(rows: Sequence[Row], lines: Iterable[Line] = LINES) -> list[Row]:
     """One row per line: the worst case, where it was met, and how it stands."""

@@ -2,7 +2,7 @@
 
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
 from .cache import KeyValueCache
-from .engines import Linear, Linformer, Nystrom, Tiled
+from .engines import Linear, Linformer, Nystrom, Ring, Tiled
 from .kernels import (
     Additive,
     ALiBi,
@@ -80,6 +80,7 @@ __all__ = [
     "ProductKernel",
     "RationalQuadratic",
     "RelativeBias",
+    "Ring",
     "Rotary",
     "ScalableSoftmax",
     "ScaledDot",

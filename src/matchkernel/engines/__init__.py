@@ -6,6 +6,7 @@ from .linformer import Linformer
 from .lowrank import Nystrom
 from .problem import Cost, Engine, Problem
 from .reference import Reference
+from .ring import Ring
 from .tiled import Tiled
 
-__all__ = ["Cost", "Engine", "Fused", "Linear", "Linformer", "Nystrom", "Problem", "Reference", "Tiled"]
+__all__ = ["Cost", "Engine", "Fused", "Linear", "Linformer", "Nystrom", "Problem", "Reference", "Ring", "Tiled"]
