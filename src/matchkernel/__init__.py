@@ -2,7 +2,7 @@
 
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
 from .cache import KeyValueCache
-from .engines import Linear, Linformer, Nystrom, Ring, Tiled
+from .engines import Linear, Linformer, Nystrom, Ring, Sparse, Tiled
 from .kernels import (
     Additive,
     ALiBi,
@@ -88,6 +88,7 @@ __all__ = [
     "SinkSoftmax",
     "Softcap",
     "Softmax",
+    "Sparse",
     "Sparsemax",
     "TaylorFeatures",
     "Tiled",

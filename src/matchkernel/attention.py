@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ._validate import build_problem
-from .engines import Engine, Fused, Linear, Problem, Reference, Tiled
+from .engines import Engine, Fused, Linear, Problem, Reference, Sparse, Tiled
 from .kernels.base import MatchKernel
 from .kernels.dot import Dot, ScaledDot
 from .normalizers import Normalizer
 from .roofline import Roofline, roofline
 
 _REFERENCE = Reference()
-_BY_NAME: dict[str, Engine] = {engine.name: engine for engine in (Linear(), Fused(), Tiled(), _REFERENCE)}
+_BY_NAME: dict[str, Engine] = {engine.name: engine for engine in (Linear(), Sparse(), Fused(), Tiled(), _REFERENCE)}
 """In the order in which "auto" asks them; the reference refuses only what is not defined and stands last."""
 
 
@@ -100,8 +100,9 @@ def attend(
             named engine, or none at all, can run the call, with the reasons: a signed `FeatureKernel` has no score.
 
     Cost: O(n m) time. O(n) memory where the fused engine runs without a mask per query: alone, causal, and with a mask
-    over the keys. A window, positions of one's own or a mask with a row per query make it hold one n × m mask. O(n m)
-    memory on the reference. `explain` tells.
+    over the keys. Positions of one's own, a mask with a row per query, or a window that is not much shorter than the
+    keys make it hold one n × m mask. O(n w) time and O(n) memory for shorter windows of w keys on the sparse engine.
+    O(n m) memory on the reference. `explain` tells.
     Source: Vaswani et al. 2017, eq. 1, for the default; Tsai et al. 2019, eq. 2, for the general form.
     """
     problem = build_problem(

@@ -38,7 +38,7 @@ class Visibility:
         return self.causal or self.window is not None
 
     @property
-    def _sides(self) -> Window:
+    def sides(self) -> Window:
         """How far before and after its own position a query may attend, causal order included; None for no limit."""
         left, right = (None, None) if self.window is None else self.window
         return left, 0 if self.causal and (right is None or right > 0) else right
@@ -49,7 +49,7 @@ class Visibility:
         if not self.ordered:
             return None
         query, key = self.query_position.unsqueeze(-1), self.key_position.unsqueeze(-2)
-        left, right = self._sides
+        left, right = self.sides
         # Compared as they are: a table of differences would be eight times as large as the answer.
         not_too_early = None if left is None else key >= query - left
         if right is None:
@@ -89,17 +89,17 @@ class Visibility:
     @lazy
     def visible(self) -> Tensor:
         """How many keys each query may attend to, (…, n | 1, 1), as integers."""
-        if self.plain_causal and self.by_key:
-            # Counted along the keys, so that no n × m table is formed.
-            keys = self.query_position.new_ones(self.keys, dtype=torch.bool) if self.by_mask is None else self.by_mask
-            counts = keys.expand(*keys.shape[:-1], self.keys).cumsum(-1).reshape(*keys.shape[:-2], self.keys)
-            before = torch.nn.functional.pad(counts, (1, 0))
-            return before.index_select(-1, (self.query_position + 1).clamp_min(0)).unsqueeze(-1)
-        if self.mask is None and self.aligned and self.ordered:
-            left, right = self._sides
+        if self.aligned and self.ordered and self.by_key:
+            left, right = self.sides
             first = 0 if left is None else (self.query_position - left).clamp_min(0)
             last = self.keys - 1 if right is None else (self.query_position + right).clamp_max(self.keys - 1)
-            return torch.as_tensor(last - first + 1).clamp_min(0).expand(self.queries).unsqueeze(-1)
+            if self.by_mask is None:
+                return torch.as_tensor(last - first + 1).clamp_min(0).expand(self.queries).unsqueeze(-1)
+            # Counted along the keys, so that no n × m table is formed.
+            counts = self.by_mask.expand(*self.by_mask.shape[:-1], self.keys).cumsum(-1).squeeze(-2)
+            before = torch.nn.functional.pad(counts, (1, 0))
+            first, end = (torch.as_tensor(x).expand(self.queries) for x in (first, last + 1))
+            return (before.index_select(-1, end.clamp_min(0)) - before.index_select(-1, first)).unsqueeze(-1)
         if self.allowed is None:
             return torch.tensor([[self.keys]], device=self.query_position.device)
         return self.allowed.expand(*self.allowed.shape[:-1], self.keys).sum(-1, keepdim=True)
@@ -119,14 +119,19 @@ class Visibility:
         """Keys that at least one query may attend to, (…, m | 1); None when that is all of them."""
         if self.queries == 0:
             return torch.zeros(1, dtype=torch.bool, device=self.query_position.device)
+        by_mask = self.by_mask.squeeze(-2) if self.by_mask is not None and self.by_key else None
         if self.by_key and (self.plain_causal or not self.ordered):
             # The last query sees every key that the mask permits, causal or not.
-            return None if self.by_mask is None else self.by_mask.squeeze(-2)
-        if self.mask is None and self.aligned and self.queries <= self.keys:
-            # Queries stand on the last keys: what lies further back than the first one's window is out of sight.
-            left, _ = self._sides
+            return by_mask
+        if self.by_key and self.aligned:
+            # Every position up to the last key's has a query, from the first one's on: out of sight is only what lies
+            # further back than the window of that one.
+            left, _ = self.sides
             hidden = 0 if left is None else self.keys - self.queries - left
-            return None if hidden <= 0 else self.key_position >= hidden
+            if hidden <= 0:
+                return by_mask
+            near = self.key_position >= hidden
+            return near if by_mask is None else near & by_mask
         return None if self.allowed is None else self.allowed.any(-2)
 
 

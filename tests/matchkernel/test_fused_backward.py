@@ -49,13 +49,13 @@ def test_a_head_at_a_time(
     monkeypatch.setattr(_fused_backward, "ENOUGH", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     calls: list[torch.Size] = []
-    operator = _fused_backward._backward
+    operator = _fused_backward.at_once
 
     def noted(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
         calls.append(grad.shape)
         return operator(grad, *rest)
 
-    monkeypatch.setattr(_fused_backward, "_backward", noted)
+    monkeypatch.setattr(_fused_backward, "at_once", noted)
     in_turn = gradients(kernel, setting, "fused", key_heads, width)
     assert calls == [(1, 6 // key_heads, 9, width)] * (2 * key_heads)
     for one, other, truth in zip(

@@ -7,6 +7,7 @@ from .lowrank import Nystrom
 from .problem import Cost, Engine, Problem
 from .reference import Reference
 from .ring import Ring
+from .sparse import Sparse
 from .tiled import Tiled
 
-__all__ = ["Cost", "Engine", "Fused", "Linear", "Linformer", "Nystrom", "Problem", "Reference", "Ring", "Tiled"]
+__all__ = ["Cost", "Engine", "Fused", "Linear", "Linformer", "Nystrom", "Problem", "Reference", "Ring", "Sparse", "Tiled"]

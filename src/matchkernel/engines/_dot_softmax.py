@@ -99,7 +99,8 @@ def merged(out: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tenso
     """
     share = torch.sigmoid(other_logsumexp - logsumexp).unsqueeze(-1)
     both = share * other + (1.0 - share) * out
-    return both.to(out.dtype), torch.logaddexp(other_logsumexp, logsumexp)
+    # Not by logaddexp: where the two are far apart, the derivative of its derivative is ∞/∞.
+    return both.to(out.dtype), torch.stack((other_logsumexp, logsumexp)).logsumexp(0)
 
 
 def fold(x: Tensor, problem: Problem) -> Tensor:

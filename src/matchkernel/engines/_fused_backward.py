@@ -32,13 +32,13 @@ def fused_backward(
     """Gradients of q, k and v. What is padded, and what the operator lays out anew, is held for a few heads alone."""
     portions = list(_portions(k))
     if len(portions) == 1:
-        return _backward(grad, grad_logsumexp, q, k, v, out, logsumexp, bias, causal, scale)
+        return at_once(grad, grad_logsumexp, q, k, v, out, logsumexp, bias, causal, scale)
     groups = q.shape[1] // k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for batch, heads in portions:
         of_k = batch, heads
         of_q = batch, slice(heads.start * groups, heads.stop * groups)
-        found = _backward(
+        found = at_once(
             grad[of_q],
             None if grad_logsumexp is None else grad_logsumexp[of_q],
             q[of_q],
@@ -74,7 +74,7 @@ def _where_it_has(bias: Tensor, at: Index) -> Index:
     return batch if bias.shape[0] > 1 else slice(None), heads if bias.shape[1] > 1 else slice(None)
 
 
-def _backward(
+def at_once(
     grad: Tensor,
     grad_logsumexp: Tensor | None,
     q: Tensor,

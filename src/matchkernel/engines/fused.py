@@ -70,9 +70,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float) -> 
         return _after_a_past(q, k, v, scale)
     if causal and n > m:
         # The first n − m queries stand before every key: they see nothing.
-        out, logsumexp = _call(q[..., n - m :, :], k, v, bias, True, scale)
+        out, logsumexp = call(q[..., n - m :, :], k, v, bias, True, scale)
         return pad(out, (0, 0, n - m, 0)), None if logsumexp is None else pad(logsumexp, (n - m, 0))
-    return _call(q, k, v, bias, causal, scale)
+    return call(q, k, v, bias, causal, scale)
 
 
 def _after_a_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -82,13 +82,13 @@ def _after_a_past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor
     row's log-sum-exp says how to weigh them.
     """
     past = k.shape[-2] - q.shape[-2]
-    out_past, log_past = _call(q, k[..., :past, :], v[..., :past, :], None, False, scale)
-    out_own, log_own = _call(q, k[..., past:, :], v[..., past:, :], None, True, scale)
+    out_past, log_past = call(q, k[..., :past, :], v[..., :past, :], None, False, scale)
+    out_own, log_own = call(q, k[..., past:, :], v[..., past:, :], None, True, scale)
     assert log_past is not None and log_own is not None
     return merged(out_own, log_own, out_past, log_past)
 
 
-def _call(
+def call(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     if torch.compiler.is_compiling():
