@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.encoding import Encoding
 from ..kernels.feature_base import FeatureKernel, may_be_zero, why_no_score
 from .problem import Cost, Problem, check_scores, product_flops, traffic
 
@@ -33,11 +34,17 @@ class Reference:
         return self._scores(problem)[0]
 
     def _scores(self, problem: Problem) -> tuple[Tensor, Tensor]:
-        q, k, v = self._inputs(problem)
+        query, key, v = self._encoded(problem)
         place = problem.visibility
-        scores = problem.kernel(q, k, place.query_position, place.key_position)
+        scores = problem.kernel.match(query, key)
         check_scores(scores, problem.kernel, (*problem.batch, place.queries, place.keys))
         return scores, v
+
+    def _encoded(self, problem: Problem) -> tuple[Encoding, Encoding, Tensor]:
+        """What the kernel makes of q and of k, and v."""
+        q, k, v = self._inputs(problem)
+        place = problem.visibility
+        return *problem.kernel.encode(q, k, place.query_position, place.key_position), v
 
     def _inputs(self, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as wide as sums are taken, with a head of keys for each of the queries."""
@@ -76,10 +83,10 @@ class Reference:
         return normalizer.weigh(scores), v
 
     def _shares(self, problem: Problem) -> tuple[Tensor, Tensor]:
-        q, k, v = self._inputs(problem)
+        query, key, v = self._encoded(problem)
         kernel, place = problem.kernel, problem.visibility
         assert isinstance(kernel, FeatureKernel)
-        product, log_scale = kernel.products(*kernel.encode(q, k, place.query_position, place.key_position))
+        product, log_scale = kernel.products(query, key)
         check_scores(product, kernel, (*problem.batch, place.queries, place.keys))
         if place.allowed is not None:
             product = torch.where(place.allowed, product, 0.0)
