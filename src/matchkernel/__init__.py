@@ -2,7 +2,7 @@
 
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
 from .cache import KeyValueCache
-from .engines import Linear, Linformer, Nystrom, Ring, Sparse, Tiled
+from .engines import Blocks, Linear, Linformer, Nystrom, Ring, Sparse, Tiled, TopK
 from .kernels import (
     Additive,
     ALiBi,
@@ -39,6 +39,7 @@ from .kernels import (
 from .linear_attention import LinearState, linear_attention
 from .multihead import MultiHeadAttention
 from .normalizers import Entmax, Normalizer, ScalableSoftmax, Sigmoid, SinkSoftmax, Softmax, Sparsemax
+from .patterns import BlockPattern
 from .updates import Decay, DeltaRule, GatedDeltaRule, Gates
 
 __version__ = "0.1.0"
@@ -47,6 +48,8 @@ __all__ = [
     "ALiBi",
     "Additive",
     "Bilinear",
+    "BlockPattern",
+    "Blocks",
     "CosFeatures",
     "Cosine",
     "DPFPFeatures",
@@ -92,6 +95,7 @@ __all__ = [
     "Sparsemax",
     "TaylorFeatures",
     "Tiled",
+    "TopK",
     "TrigonometricFeatures",
     "alibi_slopes",
     "attend",

@@ -1,5 +1,6 @@
 """Who computes it: one file per way, none of which knows a kernel by name."""
 
+from .blocks import Blocks
 from .fused import Fused
 from .linear import Linear
 from .linformer import Linformer
@@ -9,5 +10,20 @@ from .reference import Reference
 from .ring import Ring
 from .sparse import Sparse
 from .tiled import Tiled
+from .topk import TopK
 
-__all__ = ["Cost", "Engine", "Fused", "Linear", "Linformer", "Nystrom", "Problem", "Reference", "Ring", "Sparse", "Tiled"]
+__all__ = [
+    "Blocks",
+    "Cost",
+    "Engine",
+    "Fused",
+    "Linear",
+    "Linformer",
+    "Nystrom",
+    "Problem",
+    "Reference",
+    "Ring",
+    "Sparse",
+    "Tiled",
+    "TopK",
+]
