@@ -39,7 +39,7 @@ def _means(x: Array, count: int) -> tuple[Array, Array]:
 def by_formula(
     q: Tensor, k: Tensor, v: Tensor, landmarks: int, *, factor: float | None = None, ridge: float = 0.0
 ) -> Tensor:
-    """Xiong et al. 2021, eq. 13, for q (n, d), k (m, d), v (m, w) in numpy; segments weigh by their length."""
+    """Xiong et al. 2021 for q (n, d), k (m, d), v (m, w) in numpy; segments weigh by their length."""
     queries, keys, values = (x.detach().double().numpy() for x in (q, k, v))
     factor = 1.0 / math.sqrt(q.shape[-1]) if factor is None else factor
     q_mark, _ = _means(queries, landmarks)

@@ -40,7 +40,7 @@ class Linformer(nn.Module):
     Refused: causal order and windows, since every mixed key holds the future; float masks, and masks that differ from
     query to query; kernels that are no `DotKernel`; dropout. Half types are computed in float32.
     Cost: 2 · rank · m · (d + d_v) operations for each head of keys, and attention of n queries over rank keys.
-    Source: Wang et al. 2020 (Linformer), eq. 7 and section 4.
+    Source: Wang et al. 2020 (Linformer), section 4.
     """
 
     name = "linformer"

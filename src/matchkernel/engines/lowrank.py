@@ -35,7 +35,7 @@ class Nystrom:
     engine takes them: A⁺ (B v) are the values of attention from the queries to the landmarks.
 
     Args:
-        landmarks: how many on either side (default 64, the paper's).
+        landmarks: how many on either side (default 64, as in the paper's models).
         ridge: a singular value σ of A is inverted as σ / (σ² + ridge²); the largest is at least 1. On tokens that do
             not change smoothly along the sequence A is close to singular, and its exact inverse enlarges what F and B
             miss, often beyond all bounds. The default, 0.03, errs about as much as the paper's six steps of an
@@ -56,7 +56,7 @@ class Nystrom:
     in float64.
     Cost: three tables of n · landmarks, landmarks² and landmarks · m pairs, and about 3 · landmarks³ operations for A⁺,
     23 · landmarks³ at ridge 0. ValueError for counts below 1 and a ridge that is negative or not finite.
-    Source: Xiong et al. 2021 (Nyströmformer), eq. 13 and section 3.3; Williams & Seeger 2001 for the method of Nyström.
+    Source: Xiong et al. 2021 (Nyströmformer), without its convolution; Williams & Seeger 2001 for the method of Nyström.
     """
 
     landmarks: int = 64
