@@ -56,7 +56,7 @@ class Nystrom:
     in float64.
     Cost: three tables of n · landmarks, landmarks² and landmarks · m pairs, and about 3 · landmarks³ operations for A⁺,
     23 · landmarks³ at ridge 0. ValueError for counts below 1 and a ridge that is negative or not finite.
-    Source: Xiong et al. 2021 (Nyströmformer), without its convolution; Williams & Seeger 2001 for the method of Nyström.
+    Source: Xiong et al. 2021 (Nyströmformer), without its convolution; Williams & Seeger 2001 for Nyström's method.
     """
 
     landmarks: int = 64
