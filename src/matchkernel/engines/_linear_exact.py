@@ -29,6 +29,30 @@ class Operands(NamedTuple):
     rest: Tensor | None
     """(…, n, 1)."""
 
+    @staticmethod
+    def of(
+        query: Tensor,
+        of_query: Tensor,
+        key: Tensor,
+        of_key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        one: Tensor | None,
+    ) -> Operands:  # fmt: skip
+        """From features and their log scales, what is added to those of the keys, and the logarithm of what stands
+        beside the keys; all (b | 1, h | 1, tokens | 1, ·)."""
+        if bias is not None:
+            hidden = bias.detach() == NOTHING
+            of_key = torch.where(hidden, NOTHING, of_key + torch.where(hidden, 0.0, bias))
+            key = torch.where(hidden, 0.0, key)
+        rest = None if one is None else one - of_query
+        dtype = value.dtype
+        for x in (query, key, of_key, *([] if rest is None else [rest])):
+            dtype = torch.promote_types(dtype, x.dtype)
+        return Operands(
+            query.to(dtype), key.to(dtype), of_key.to(dtype), value.to(dtype), None if rest is None else rest.to(dtype)
+        )
+
     def rows(self, tokens: slice) -> Operands:
         """The same for some of the queries."""
         rest = None if self.rest is None else self.rest[..., tokens, :]

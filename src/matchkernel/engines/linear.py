@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,11 +13,16 @@ from ..kernels.feature_base import FeatureKernel
 from ..normalizers import SoftmaxFamily
 from . import _linear_exact, _torch_private
 from ._encoding import four
+from ._linear_chunks import Layout
 from ._linear_exact import Operands
+from ._linear_function import Job, LinearAttention, Maps, bare, run
 from .problem import Cost, Problem, traffic, zero_where_not
 
 FEW, MANY = 2**16, 2**19
 """Scores of one batch entry, and of all, up to which "auto" leaves a problem to the reference, as `tiled` does."""
+
+TOKENS = 2048
+"""How many tokens, over all heads, are worked on at a time: their features lie in a core's own cache."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,8 @@ class Linear:
 
     out_i = φ(q_i) S_i / φ(q_i) z_i,  S_i = Σ_j φ(k_j)ᵀ v_j,  z_i = Σ_j φ(k_j), over the keys j that query i may see
 
-    chunk: how many tokens of a causal call meet each other as a small table, the rest coming from the sums; 128 by
-    default, about as many as features, where both cost alike.
+    chunk: the most tokens of a causal call that meet each other as a small table, the rest coming from the sums, 128
+    by default. Not more than there are features (but 64), where both cost alike.
 
     Exact. Sums are float32 for half-precision inputs. A kernel's log scales are measured from the largest so far, of
     keys that a query may see, so that no later key changes an earlier row and none overflows.
@@ -82,13 +88,63 @@ class Linear:
         return False
 
     def run(self, problem: Problem) -> Tensor:
-        place = problem.visibility
-        operands, positive = _operands(problem)
-        out = _linear_exact.attend(operands, causal=place.causal, chunk=self.chunk, positive=positive)
-        out = out.expand(problem.batch[:-1].numel(), problem.batch[-1] if problem.batch else 1, *out.shape[-2:])
-        out = out.reshape(*problem.batch, *out.shape[-2:]).to(problem.q.dtype)
+        place, batch = problem.visibility, problem.batch
+        job, tensors = self._job(problem)
+        if job is None:
+            out = self._by_whole(problem)
+        elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            out = LinearAttention.apply(job, *tensors)  # type: ignore[no-untyped-call]
+        else:
+            out = run(job, tensors, keep=False)[0]
+        out = out.reshape(*batch, *out.shape[-2:]).to(problem.q.dtype)
         sees = place.query_sees
-        return out if sees is None else zero_where_not(sees, out)
+        return out if sees is None or job is not None else zero_where_not(sees, out)
+
+    def _job(self, problem: Problem) -> tuple[Job | None, tuple[Tensor | None, ...]]:
+        """What `LinearAttention` takes; None for a kernel whose maps are not to be called with a few tokens."""
+        kernel, place, batch = problem.kernel, problem.visibility, problem.batch
+        assert isinstance(kernel, FeatureKernel)
+        if type(kernel).encode is not FeatureKernel.encode:
+            return None, ()
+        kernel.check_positions(place.query_position, place.key_position)
+        q, k, v = (four(x, batch) for x in problem.hide())
+        bias, one = _beside_features(problem)
+        maps = Maps(kernel)
+        learned = dict(maps.named_parameters())
+        heads = batch[-1] if batch else 1
+        layout = Layout(place.queries, place.keys, place.causal, self.chunk, self.chunk)
+        job = Job(
+            maps=maps, names=tuple(learned), positive=kernel.positive, layout=layout,
+            batch=batch[:-1].numel(), heads=heads, width=v.shape[-1], features=0, wide=problem.wide,
+            query_position=four(place.query_position, batch, trailing=1),
+            key_position=four(place.key_position, batch, trailing=1), exactly=_exactly,
+        )  # fmt: skip
+        tensors = (q, k, v, bias, one, *learned.values())
+        sampled = job.sample(tensors)
+        if sampled is None:
+            return None, ()
+        features, wide = sampled
+        # A segment's features of all heads, and the sums that are kept for it, each about as large as its tokens.
+        tokens = max(TOKENS // heads, features * (v.shape[-1] + 1) // 64)
+        chunk = self._chunk(features)
+        layout = replace(layout, chunk=chunk, segment=max(1, tokens // chunk) * chunk)
+        return replace(job, features=features, wide=wide, layout=layout), tensors
+
+    def _by_whole(self, problem: Problem) -> Tensor:
+        kernel, place, batch = problem.kernel, problem.visibility, problem.batch
+        assert isinstance(kernel, FeatureKernel)
+        q, k, v = (x.to(problem.wide) for x in problem.hide())
+        if problem.groups > 1:
+            k, v = (x.repeat_interleave(problem.groups, dim=-3) for x in (k, v))
+        query, key = kernel.encode(q, k, place.query_position, place.key_position)
+        encoded = [four(x, batch) for x in (*leaves(query), *leaves(key))]
+        operands = Operands.of(*encoded, four(v, batch), *_beside_features(problem))
+        kernel.check_features(operands.query, operands.key)
+        out = _linear_exact.attend(operands, causal=place.causal, chunk=self.chunk, positive=kernel.positive)
+        return out.expand(batch[:-1].numel(), batch[-1] if batch else 1, *out.shape[-2:])
+
+    def _chunk(self, features: int) -> int:
+        return min(self.chunk, max(64, features))
 
     def _flops(self, problem: Problem, features: int) -> int:
         """Two operations for each number of the state and token that is summed or read, and those of the squares."""
@@ -96,7 +152,7 @@ class Linear:
         n, m = place.queries, place.keys
         flops = 2 * (n + m) * features * width
         if place.causal:
-            flops += 2 * min(n, m) * min(self.chunk, n, m) * (features + width)
+            flops += 2 * min(n, m) * min(self._chunk(features), n, m) * (features + width)
         return heads * flops
 
     def cost(self, problem: Problem) -> Cost:
@@ -114,33 +170,34 @@ class Linear:
         return f"{problem.kernel!r} has finite features, so keys and values are summed over them, {how}"
 
 
-def _operands(problem: Problem) -> tuple[Operands, bool]:
-    """Features, scales and values of the whole problem."""
-    kernel, place, batch = problem.kernel, problem.visibility, problem.batch
-    assert isinstance(kernel, FeatureKernel) and isinstance(problem.normalizer, SoftmaxFamily)
-    q, k, v = (x.to(problem.wide) for x in problem.hide())
-    if problem.groups > 1:
-        k, v = (x.repeat_interleave(problem.groups, dim=-3) for x in (k, v))
-    query, key = kernel.encode(q, k, place.query_position, place.key_position)
-    (x, of_query), (y, of_key) = leaves(query), leaves(key)
-    kernel.check_features(x, y)
-    if place.bias is not None:
-        of_key = of_key + place.bias.mT.to(of_key.dtype)
-    if place.by_mask is not None:
-        seen = place.by_mask.mT
-        of_key = torch.where(seen, of_key, float("-inf"))
-        y = torch.where(seen, y, 0.0)
-    one = problem.normalizer.beside(of_query)
-    rest = None if one is None else one - of_query
-    tensors = [x, y, of_key, v, *([] if rest is None else [rest])]
-    dtype = problem.wide
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    x, y, of_key, v = (four(tensor.to(dtype), batch) for tensor in tensors[:4])
-    rest = None if rest is None else four(rest.to(dtype), batch)
-    m = place.keys
-    of_key = of_key.expand(*of_key.shape[:2], m, 1)
-    return Operands(x, y, of_key, v, rest), kernel.positive
+def _beside_features(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """What is added to the keys' log scales, (batch | 1, heads | 1, m, 1), −inf where one is hidden, and the logarithm
+    of what stands beside the keys in a row's sum, (1, heads | 1, 1, 1); None for nothing."""
+    place, batch = problem.visibility, problem.batch
+    bias = place.bias
+    if bias is None and place.by_mask is not None:
+        bias = torch.zeros(place.by_mask.shape, dtype=problem.wide, device=problem.q.device)
+        bias = bias.masked_fill_(~place.by_mask, -torch.inf)
+    if bias is not None:
+        bias = four(bias.expand(*bias.shape[:-1], place.keys).mT.to(problem.wide), batch)
+    assert isinstance(problem.normalizer, SoftmaxFamily)
+    one = problem.normalizer.beside(problem.q.new_empty((), dtype=problem.wide).expand(*batch, place.queries, 1))
+    return bias, None if one is None else one.reshape(1, -1, 1, 1)
+
+
+def _exactly(job: Job, tensors: Sequence[Tensor | None]) -> Tensor:
+    """What `LinearAttention` computes, with all features at once and in differentiable operations."""
+    q, k, v, bias, one, *parameters = tensors
+    assert q is not None and k is not None and v is not None
+    shape = (job.batch, job.heads)
+    k, v = (x if x.shape[1] in (1, job.heads) else x.repeat_interleave(job.heads // x.shape[1], dim=1) for x in (k, v))
+    given = [x for x in parameters if x is not None]
+    query = job.call(True, q.expand(*shape, -1, -1), bare(job.query_position), given)
+    key = job.call(False, k.expand(*shape, -1, -1), bare(job.key_position), given)
+    operands = Operands.of(*query, *key, v.to(job.wide), bias, one)
+    layout = job.layout
+    out = _linear_exact.attend(operands, causal=layout.causal, chunk=layout.chunk, positive=job.positive)
+    return out.expand(*shape, -1, -1).contiguous()
 
 
 def _features(problem: Problem) -> int | None:

@@ -119,9 +119,17 @@ class FeatureKernel(MatchKernel):
     def check_features(self, query: Tensor, key: Tensor) -> None:
         """Raise unless both maps give equally many features."""
         if query.shape[-1] != key.shape[-1]:
-            raise ValueError(
-                f"{self!r} maps queries to {query.shape[-1]} features and keys to {key.shape[-1]}, expected equally many"
-            )
+            found = f"queries to {query.shape[-1]} features and keys to {key.shape[-1]}"
+            raise ValueError(f"{self!r} maps {found}, expected equally many")
+
+    def check_positions(self, query_position: Tensor, key_position: Tensor) -> None:
+        """Raise where the map is not meant for such positions, which it does not see together elsewhere."""
+
+    def encode(
+        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
+    ) -> tuple[Encoding, Encoding]:
+        self.check_positions(query_position, key_position)
+        return super().encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
 
     def encode_query(self, q: Tensor, position: Tensor) -> Encoding:
         return self._encoded("q", q, self.query_features(_widened(q), position))

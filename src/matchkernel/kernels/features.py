@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .base import Fact
-from .encoding import Encoding
 from .feature_base import FeatureKernel, Features
 
 
@@ -37,8 +36,9 @@ class EluFeatures(FeatureKernel):
     def features(self, x: Tensor, position: Tensor) -> Features:
         largest = _largest(x)
         top, size = largest.clamp_max(0.0), largest.clamp_min(0.0) + 1.0
-        # Above 0 the exponential is not used, and must not overflow there.
-        values = torch.where(x > 0.0, x + 1.0, (x.clamp_max(0.0) - top).exp()) / size
+        # Above 0 the exponential is 1 and moves nothing. A choice by torch.where takes ten times as long as the sum.
+        above = x.relu()
+        values = ((x - above - top).exp() + above) / size
         return Features(values, (top + size.log()).squeeze(-1))
 
     def feature_count(self, width: int) -> int:
@@ -187,9 +187,7 @@ class CosFeatures(FeatureKernel):
         super().__init__()
         self.length = _count("CosFeatures(length=…)", length)
 
-    def encode(
-        self, q: Tensor, k: Tensor, query_position: Tensor, key_position: Tensor, *, up_to_row_shift: bool = False
-    ) -> tuple[Encoding, Encoding]:
+    def check_positions(self, query_position: Tensor, key_position: Tensor) -> None:
         if query_position.numel() and key_position.numel() and not torch.compiler.is_compiling():
             first = torch.minimum(query_position.min(), key_position.min())
             last = torch.maximum(query_position.max(), key_position.max())
@@ -198,7 +196,6 @@ class CosFeatures(FeatureKernel):
                     f"{self!r}: positions from {first.item():g} to {last.item():g} are more than {self.length} apart; "
                     "make length at least as long as the sequence"
                 )
-        return super().encode(q, k, query_position, key_position, up_to_row_shift=up_to_row_shift)
 
     def features(self, x: Tensor, position: Tensor) -> Features:
         angle = (position.to(x.dtype) * (math.pi / (2 * self.length))).unsqueeze(-1)
@@ -230,8 +227,7 @@ def _largest(x: Tensor) -> Tensor:
     """The largest entry of each token (…, n, 1), detached; 0 where it is not finite."""
     if x.shape[-1] == 0:
         return x.new_zeros(*x.shape[:-1], 1)
-    top = x.detach().amax(dim=-1, keepdim=True)
-    return torch.where(top.isfinite(), top, 0.0)
+    return x.detach().amax(dim=-1, keepdim=True).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _size(x: Tensor) -> Tensor:
