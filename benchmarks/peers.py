@@ -80,6 +80,44 @@ def x_transformers() -> ModuleType:
     return _load("x_transformers.attend")
 
 
+@cache
+def fast_transformers() -> ModuleType:
+    """fast-transformers' causal product, a C++ extension."""
+    return _load("fast_transformers.causal_product")
+
+
+@cache
+def performer() -> ModuleType:
+    """performer-pytorch's linear attention and its FAVOR+."""
+    return _load("performer_pytorch.performer_pytorch")
+
+
+@cache
+def flash_linear_attention() -> ModuleType:
+    """flash-linear-attention, whose package imports triton and needs a GPU."""
+    return _load("fla.ops")
+
+
+LINEAR = {
+    "fast-transformers": ("pytorch-fast-transformers", fast_transformers),
+    "performer-pytorch": ("performer-pytorch", performer),
+    "flash-linear-attention": ("flash-linear-attention", flash_linear_attention),
+}
+
+
+def linear_peers() -> dict[str, dict[str, str]]:
+    """The peers of linear attention: versions, or why one cannot be imported."""
+    found: dict[str, dict[str, str]] = {}
+    for name, (package, load) in LINEAR.items():
+        try:
+            load()
+        except Missing as missing:
+            found[name] = {"reason": str(missing)}
+        else:
+            found[name] = {"version": version(package)}
+    return found
+
+
 _DECLARED: list[Any] = []
 
 
