@@ -103,6 +103,9 @@ bench-peers: .venv/peers/.installed ## install the peers, into a folder that not
 	@echo "── installing the peers"
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-input --no-deps --quiet --upgrade \
 	    --target .venv/peers -r benchmarks/requirements-peers.txt
+# Its extension is built against the torch that is here, and for the CPU: with nvcc in sight it would ask for CUDA.
+	-@PATH=/usr/bin:/bin "$(CURDIR)/$(BIN)/python" -m pip install --disable-pip-version-check --no-input --no-deps \
+	    --no-build-isolation --quiet --upgrade --target .venv/peers pytorch-fast-transformers==0.4.0
 	@touch $@
 
 # ---- building ---------------------------------------------------------------------------------------------------
