@@ -1,6 +1,9 @@
 """One rank of the processes that test_ring.py starts: runs every case in groups of 1 to 4 and saves what it got."""
 
+import contextlib
+import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -215,10 +218,29 @@ def explained(ring: mk.Ring) -> dict[str, Any]:
     return found
 
 
+def readme() -> str:
+    """What the README's block prints, run as it stands there: by torchrun."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    block = re.search(r"<!-- ring -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert block, "README.md has no <!-- ring --> followed by a python block"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block[1], "README.md", "exec"), {})
+    return printed.getvalue()
+
+
+def begin(rank: int, world: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    store, limit = f"file://{folder}/store", timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
+
+
 def everything(rank: int, folder: Path) -> None:
     import torch.distributed as dist
 
-    found: dict[Any, Any] = {}
+    found: dict[Any, Any] = {"readme": readme()}
+    begin(rank, 4, folder)
     for world, members in GROUPS.items():
         group = dist.new_group(members)
         if rank not in members:
@@ -262,11 +284,10 @@ def dying(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
-    what, rank, world, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
-    {"everything": everything, "dying": dying}[what](rank, folder)
+    if sys.argv[1] == "everything":
+        everything(int(os.environ["RANK"]), Path(sys.argv[2]))
+    else:
+        own, everybody = int(sys.argv[3]), int(sys.argv[4])
+        begin(own, everybody, Path(sys.argv[2]))
+        dying(own, Path(sys.argv[2]))

@@ -100,6 +100,16 @@ def test_memory_is_stored_for_every_kernel_and_length(memory: ModuleType) -> Non
     assert found["targets"] == json.loads(json.dumps(memory.judge(found["rows"], found["slopes"])))
 
 
+def test_the_ring_is_measured_beside_one_process(bench: ModuleType) -> None:
+    found = stored("ring")
+    ways = {(row["what"], row["way"]): row for row in found["rows"]}
+    assert {way for _, way in ways} > {"one process", "ring", "ring, dealt", "ring, contiguous"}
+    assert found["targets"] == json.loads(json.dumps(bench.targets.judge(found["rows"], bench.targets.RING_LINES)))
+    # Forward one block of keys and values, backward another and one of gradients; and what the call is, to one other.
+    assert ways["ring", "ring"]["sent"] == 3 * (2 * 2048 * 8 * 64 * 4) + 4096
+    assert len({row["sent"] for row in found["messages"] if row["way"] == "state"}) == 1
+
+
 # ---- how it is measured and judged ----------------------------------------------------------------------------------
 
 

@@ -26,13 +26,13 @@ Tensor = torch.Tensor
 WORKER = Path(__file__).parent / "ring_worker.py"
 
 
-def started(what: str, world: int, folder: Path) -> list[subprocess.Popen[bytes]]:
+def started(folder: Path, *commands: list[str]) -> list[subprocess.Popen[bytes]]:
+    """A process for each command line, its words in a file of the folder."""
     processes = []
-    for rank in range(world):
-        command = [sys.executable, str(WORKER), what, str(rank), str(world), str(folder)]
-        with (folder / f"{rank}.log").open("w") as log:
+    for number, command in enumerate(commands):
+        with (folder / f"{number}.log").open("w") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+            processes.append(subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=environment))
     return processes
 
 
@@ -52,9 +52,10 @@ def logs(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What each of four processes got."""
+    """What each of four processes got, which torchrun has started."""
     folder = tmp_path_factory.mktemp("ring")
-    assert ended(started("everything", 4, folder), 300) == [0] * 4, logs(folder)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    assert ended(started(folder, [*torchrun, str(WORKER), "everything", str(folder)]), 400) == [0], logs(folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 
@@ -101,6 +102,12 @@ def test_the_reference_has_rows_of_zeros_and_no_nan(name: str) -> None:
         assert (expected["out"][..., :12, :] == 0).all() and (expected["q"][..., :12, :] == 0).all()
 
 
+def test_the_readme_is_started_by_torchrun(found: list[dict[Any, Any]]) -> None:
+    for rank in range(4):
+        # Forward three shards, backward twice as many, each of 8 heads, 256 tokens, k and v of 64 float32.
+        assert f"rank {rank}: (8, 256, 64), gradients of its keys (8, 256, 64), 9.0 MiB sent" in found[rank]["readme"]
+
+
 DISAGREEMENTS = {
     "width": "q's shape",
     "heads": "q's shape",
@@ -133,7 +140,7 @@ def test_bytes_and_explanations(found: list[dict[Any, Any]]) -> None:
 
 
 def test_a_rank_that_dies_or_does_not_come_is_an_error_for_the_others(tmp_path: Path) -> None:
-    processes = started("dying", 3, tmp_path)
+    processes = started(tmp_path, *([str(WORKER), "dying", str(tmp_path), str(rank), "3"] for rank in range(3)))
     try:
         deadline = time.monotonic() + 100
         while not all((tmp_path / name).exists() for name in ("late", "0.alive", "1.alive", "2.alive")):

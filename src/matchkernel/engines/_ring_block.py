@@ -36,7 +36,7 @@ def absorb(out: Tensor, logsumexp: Tensor, rows: slice, more: Tensor, more_logsu
     before = logsumexp[..., rows]
     # Two empty parts would give −inf − (−inf); what is empty has no share.
     share = torch.where(more_logsumexp == float("-inf"), 0.0, torch.sigmoid(more_logsumexp - before))
-    out[..., rows, :] = torch.lerp(out[..., rows, :], more.to(out.dtype), share.unsqueeze(-1).to(out.dtype))
+    out[..., rows, :].lerp_(more.to(out.dtype), share.unsqueeze(-1).to(out.dtype))
     logsumexp[..., rows] = torch.logaddexp(before, more_logsumexp)
 
 

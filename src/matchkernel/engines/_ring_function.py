@@ -133,22 +133,28 @@ def backward(
             kept = [dk, dv]
             continue
         if home is None:
-            parcel = job.parcel(owner, k, v, problem.wide).zero_()
+            # Nobody before this rank has looked at the block.
+            parcel = _filled(job.parcel(owner, k, v, problem.wide), job.sizes(owner, k, v), (dk, dv))
         else:
             home()
-            # What the ranks before this one found for the block.
             parcel = incoming
-        _add(opened(parcel, job.sizes(owner, k, v)), (dk, dv))
+            _add(opened(parcel, job.sizes(owner, k, v)), (dk, dv))
         incoming = job.parcel((owner - 1) % circle.world, k, v, problem.wide)
         home = circle.exchange(parcel, incoming, "gradients of keys and values")
+    of_own = opened(incoming, (k.shape, v.shape))
     if home is None:
-        incoming.zero_()
+        _filled(incoming, (k.shape, v.shape), kept)
     else:
         home()
-    of_own = opened(incoming, (k.shape, v.shape))
-    _add(of_own, kept)
+        _add(of_own, kept)
     dq, *others = own
     return [torch.zeros_like(q) if dq is None else dq, *of_own, *others]
+
+
+def _filled(parcel: Tensor, sizes: Sizes, shares: Sequence[Tensor | None]) -> Tensor:
+    for place, share in zip(opened(parcel, sizes), shares, strict=True):
+        place.zero_() if share is None else place.copy_(share)
+    return parcel
 
 
 def _add(totals: tuple[Tensor, Tensor], more: Sequence[Tensor | None]) -> None:
