@@ -92,8 +92,8 @@ class Plan:
             allowed = torch.ones((), dtype=torch.bool) if place.allowed is None else place.allowed
             allowed = allowed.to(visible.device).expand(size)
             visible[:, :, chunk.rows] = allowed.sum(-1).transpose(1, 2)
-            real = self.tokens(chunk.rows.unsqueeze(-1)) < n
-            met = (allowed & real[:, None, :, None]).any(-2).transpose(1, 2)
+            # Places after the last query repeat it, and see what it sees.
+            met = allowed.any(-2).transpose(1, 2)
             put(seen, met.reshape(*lead, len(chunk.rows), -1, 1).to(seen.dtype), chunk.keys, block)
         return visible.flatten(-2)[..., :n], seen.flatten(-2)[..., :m] > 0
 

@@ -133,12 +133,17 @@ class TopK:
             ranks.flops_per_pair(problem.q.shape[-1], problem.k.shape[-1]),
             product_flops(problem, chosen),
         )
-        flops = None if ranking is None or scoring is None else ranking * problem.pairs + scoring
+        ranked = problem.pairs
+        if place.plain_causal:
+            # Of the rows that see anything, m, m − 1, … keys: tiles of the future alone are not ranked.
+            rows = min(place.queries, place.keys)
+            ranked = problem.batch.numel() * (rows * place.keys - rows * (rows - 1) // 2)
+        flops = None if ranking is None or scoring is None else ranking * ranked + scoring
         held = (problem.q.numel() + problem.k.numel() + problem.v.numel()) * size + chosen * 9
         return Cost(flops, traffic(problem) + 8 * chosen, held + 3 * (SCORES + NUMBERS) * size)
 
     def reason(self, problem: Problem) -> str:
-        who = "itself" if self.by is None else repr(self.by)
+        who = "the kernel itself" if self.by is None else repr(self.by)
         kept = min(self.k, problem.visibility.keys)
         return f"exact for the {kept} keys of each query that {who} scores highest; others are not seen"
 
