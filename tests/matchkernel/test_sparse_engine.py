@@ -165,6 +165,43 @@ def test_kernels_and_normalisers(number: int, engine: mk.Sparse) -> None:
         _hold(inputs(2, 2, n=70, m=70), setting, engine)
 
 
+class Placed(mk.DotKernel):
+    """A score that depends on where query and key are, and not on their distance alone."""
+
+    def encode_query(self, q: Tensor, position: Tensor) -> Tensor:
+        return q * (0.1 * position).cos().unsqueeze(-1)
+
+    def encode_key(self, k: Tensor, position: Tensor) -> Tensor:
+        return k * (0.3 * position).sin().unsqueeze(-1)
+
+
+@pytest.mark.parametrize("engine", [mk.Sparse(), mk.Sparse(3), mk.Sparse(sinks=2)], ids=repr)
+def test_kernels_see_the_positions_of_the_call(engine: mk.Sparse) -> None:
+    """Keys before every window are left out before anything is computed; nobody's position changes by it."""
+    for n in (1, 5, 80):
+        _hold(
+            inputs(2, n=n, m=80),
+            {"window": 4, "causal": True, "kernel": Placed(), "mask": draw(80, seed=3) > -1.0},
+            engine,
+        )
+
+
+def test_what_no_window_reaches_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when tokens are decoded one by one beside a long cache."""
+    widths: list[int] = []
+    encode = mk.ScaledDot.encode
+
+    def noted(self: mk.ScaledDot, q: Tensor, k: Tensor, *rest: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        widths.append(k.shape[-2])
+        return encode(self, q, k, *rest, **more)
+
+    monkeypatch.setattr(mk.ScaledDot, "encode", noted)
+    q, k, v = inputs(2, n=1, m=500)
+    mk.attend(q, k, v, window=7, causal=True)
+    mk.attend(q, k, v, window=7, causal=True, engine=mk.Sparse(dilation=5))
+    assert widths == [7, 31]
+
+
 def test_parameters_of_kernel_and_normaliser_learn() -> None:
     grads = {}
     for name, place in (("sparse", {"window": 4, "causal": True}), ("reference", {"window": 4, "causal": True})):
@@ -394,6 +431,7 @@ def test_auto_takes_short_windows_over_many_keys() -> None:
     assert "sparse" not in mk.explain(q, k, v, causal=True).reason
     told = mk.explain(q[:100], k[:100], v[:100], window=5)
     assert told.engine == "fused" and "not sparse (the whole table of a head has only 10000 scores)" in told.reason
+    assert mk.explain(q[:1], k[:300], v[:300], window=5).engine == "sparse"
     told = mk.explain(q, k, v, mk.Laplacian(1.0), window=5)
     assert told.engine == "tiled" and "not sparse (Laplacian(bandwidth=1) is not a DotKernel" in told.reason
     told = mk.explain(q, k, v, window=64, engine=mk.Sparse(dilation=2))

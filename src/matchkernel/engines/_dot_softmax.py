@@ -42,12 +42,16 @@ def with_logsumexp(device: torch.device) -> bool:
     return _torch_private.available(device) and not torch.compiler.is_compiling()
 
 
-def encoded(problem: Problem) -> tuple[Tensor, Tensor, Tensor, float]:
-    """q, k, v (batch, heads, tokens, width) of one dtype, and what multiplies q kᵀ, factor and temperature included."""
+def encoded(problem: Problem, positions: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, float]:
+    """q, k, v (batch, heads, tokens, width) of one dtype, and what multiplies q kᵀ, factor and temperature included.
+
+    `positions` of queries and keys are for a kernel's encoders; those of the problem by default.
+    """
     kernel, normalizer, place = form(problem), problem.normalizer, problem.visibility
     assert isinstance(kernel, DotKernel)
     q, k, v = problem.hide()
-    q, k = kernel.encode(q, k, place.query_position, place.key_position, up_to_row_shift=normalizer.shift_invariant)
+    query, key = (place.query_position, place.key_position) if positions is None else positions
+    q, k = kernel.encode(q, k, query, key, up_to_row_shift=normalizer.shift_invariant)
     scale = kernel.scale(q.shape[-1])
     factor = normalizer.factor(place.visible if normalizer.counts_keys else None, q)
     if isinstance(factor, Tensor):

@@ -15,8 +15,8 @@ from ._window_function import attend_within
 from .fused import call
 from .problem import Cost, Problem, product_flops, traffic
 
-FEW = 2**18
-"""Scores of one batch entry and head up to which "auto" leaves a window to others: blocks cost more calls."""
+FEW = 2**17
+"""Scores of a head up to which "auto" leaves a window of several blocks to others: blocks cost more calls."""
 
 LEAST = -1e30
 """A log-sum-exp of nothing: its part weighs 0 beside any other, and two of them make no NaN."""
@@ -90,10 +90,10 @@ class Sparse:
 
     def declines(self, problem: Problem) -> str | None:
         place = problem.visibility
-        table = place.queries * place.keys
-        if table <= FEW:
+        table, band = place.queries * place.keys, self._seen(place).band
+        if table <= FEW and place.queries > band.block:
             return f"the whole table of a head has only {table} scores"
-        share = self._seen(place).band.scores() / table
+        share = band.scores() / table
         if share > SHARE:
             return f"its blocks would compute {share:.0%} of the table"
         return None
@@ -102,10 +102,9 @@ class Sparse:
         return False
 
     def run(self, problem: Problem) -> Tensor:
-        place = self._seen(problem.visibility)
-        if not self.exact:
-            problem = replace(problem, visibility=place)
-        q, k, v, scale = encoded(problem)
+        positions = problem.visibility.query_position, problem.visibility.key_position
+        problem, place = self._near(problem)
+        q, k, v, scale = encoded(problem, (positions[0], positions[1][-place.keys :]))
         bias = None if place.mask is None else additive(place.mask, problem, q.dtype).squeeze(-2)
         s = place.sinks
         near, logsumexp = attend_within(
@@ -137,6 +136,25 @@ class Sparse:
             f"{problem.kernel!r} is an inner product of encodings{when}, and blocks of {band.block} queries meet the "
             f"{band.span} keys around them in torch's fused kernel{what}"
         )
+
+    def _near(self, problem: Problem) -> tuple[Problem, Thinned]:
+        """The problem without the keys before every window, as it is when a token is decoded, and who sees whom in it.
+
+        Positions there are counted from the first key that is left.
+        """
+        place = problem.visibility
+        left, _ = place.sides
+        assert left is not None
+        far = 0 if self.sinks else place.keys - place.queries - left * self.dilation
+        if far > 0:
+            mask = place.mask if place.mask is None or place.mask.shape[-1] == 1 else place.mask[..., far:]
+            place = replace(
+                place, keys=place.keys - far, mask=mask, query_position=place.query_position - far,
+                key_position=place.key_position[:-far],
+            )  # fmt: skip
+            problem = replace(problem, k=problem.k[..., far:, :], v=problem.v[..., far:, :])
+        seen = self._seen(place)
+        return replace(problem, visibility=place if self.exact else seen), seen
 
     def _seen(self, place: Visibility) -> Thinned:
         return Thinned.of(place, self.dilation, self.sinks)
