@@ -4,12 +4,15 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import draw
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from oracle import draw
 from torch.testing import assert_close
 
 import matchkernel as mk
