@@ -339,6 +339,29 @@ def test_scales_far_beyond_a_float_cancel(name: str, shape: str) -> None:
     assert state.memory.isfinite().all() and state.log_scale.isfinite().all()
 
 
+def test_one_gate_that_stays_open_keeps_a_large_key_in_range() -> None:
+    # What the first feature holds is e^300 times what comes later, and the other features are long forgotten.
+    k = torch.tensor([[1.0, 1.0, 0.0], *[[1.0, 1.0, -300.0]] * 9])
+    q = torch.ones(10, 3) * torch.tensor([1.0, 1.0, 0.0])
+    v = torch.arange(1.0, 11.0)[:, None]
+    gate = torch.tensor([0.0, -100.0]).expand(10, 2)
+    out, state = mk.linear_attention(q, k, v, Given(), mk.Gates(gate))
+    assert_close(out, torch.ones(10, 1))
+    assert_close(state.log_scale, torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("name", ["delta", "gated delta"])
+def test_a_rule_that_corrects_takes_features_as_long_as_they_are(name: str) -> None:
+    q, k, v = tokens(20)
+    scale = draw(2, *LEAD, 20, 1, seed=9) / 4.0
+    out, state = mk.linear_attention(
+        torch.cat([q, scale[0]], dim=-1), torch.cat([k, scale[1]], dim=-1), v, Given(), update(name, said(20))
+    )
+    expected, S, _ = loop(name, q * scale[0].exp(), k * scale[1].exp(), v, said(20))
+    assert_close(out, expected)
+    assert_close(state.memory, S)
+
+
 def test_unnormalised_scales_come_back() -> None:
     q, k, v = (draw(20, 4, seed=s) for s in (1, 2, 3))
     q[:, -1], k[:, -1] = -300.0, 300.0
