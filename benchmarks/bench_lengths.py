@@ -9,7 +9,6 @@ import argparse
 import gc
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +44,7 @@ class Method:
 
     build: Build
     causal: bool = True
-    longest: int = max(ROUNDS)
+    longest: int = 16384
     longest_held: int = max(FOR_MEMORY)
 
     @property
@@ -126,20 +125,20 @@ def draw(n: int, causal: bool, device: str = "cpu", heads: int = 8) -> Inputs:
 
 
 METHODS = {
-    FULL: Method(attending(dot, "fused"), longest_held=8192),
+    FULL: Method(attending(dot, "fused"), longest=32768, longest_held=8192),
     "full, dense": Method(attending(dot, "reference"), longest=4096, longest_held=2048),
     "full, tiled": Method(attending(dot, "tiled"), longest=8192, longest_held=8192),
-    f"window {WINDOW}": Method(attending(dot, "sparse", window=WINDOW)),
-    "linear, elu + 1": Method(attending(elu, "linear")),
+    f"window {WINDOW}": Method(attending(dot, "sparse", window=WINDOW), longest=32768),
+    "linear, elu + 1": Method(attending(elu, "linear"), longest=32768),
     f"linear, FAVOR+ {FEATURES}": Method(attending(favor, "linear")),
     "state, decay": Method(carried(lambda _: (mk.Decay(0.98), []), normalized=True)),
     "state, gates": Method(carried(gates, normalized=True)),
     "state, gated delta rule": Method(carried(gated_delta, normalized=False)),
-    f"top {KEPT}": Method(attending(dot, mk.TopK(KEPT)), longest=8192, longest_held=8192),
+    f"top {KEPT}": Method(attending(dot, mk.TopK(KEPT)), longest=4096, longest_held=8192),
     f"LSH, buckets of {BUCKET}": Method(
         attending(dot, lambda inputs: mk.LSH(tokens(inputs) // BUCKET, generator=_seed()))
     ),
-    BOTH_SIDES: Method(attending(dot, "fused"), causal=False, longest=16384, longest_held=8192),
+    BOTH_SIDES: Method(attending(dot, "fused"), causal=False, longest_held=8192),
     "linear, elu + 1, both sides": Method(attending(elu, "linear"), causal=False),
     f"Nyström {LANDMARKS}": Method(attending(dot, mk.Nystrom(LANDMARKS)), causal=False),
     f"Linformer {RANK}": Method(
@@ -238,28 +237,24 @@ def long_one(name: str) -> Row:
     inputs = Inputs.draw(LONG, METHODS[name].causal)
     way = METHODS[name].build(inputs)
     call = step(way.call, way.leaves, inputs.upstream, backward=False)
+    wall, cpu = time.perf_counter(), time.process_time()
     mib = peaks.held(call)
-    walls, cpus = [], []
-    for _ in range(3):
-        wall, cpu = time.perf_counter(), time.process_time()
-        call()
-        walls.append(time.perf_counter() - wall)
-        cpus.append(time.process_time() - cpu)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return {
         "method": name, "n": LONG, "heads": ways.BATCH * ways.HEADS, "threads": 2, "backward": False,
-        "seconds": round(min(walls), 3), "median_seconds": round(statistics.median(walls), 3),
-        "cpu_seconds": round(min(cpus), 3), "mib": round(mib, 1),
+        "seconds": round(wall, 2), "cpu_seconds": round(cpu, 2), "mib": round(mib, 1),
     }  # fmt: skip
 
 
-def long(names: Sequence[str]) -> list[Row]:
-    rows = []
-    for name in names:
-        done = peaks.in_a_fresh_process(__file__, "--long-one", name, environment={"OMP_NUM_THREADS": "2"})
-        if done.returncode:
-            raise RuntimeError(f"{name} at n = {LONG}:\n{done.stderr}")
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-    return rows
+def long_of(name: str) -> list[Row]:
+    if name not in LINES:
+        return []
+    # Threads that wait in a loop are counted as work, and on a shared machine keep the others from theirs.
+    threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    done = peaks.in_a_fresh_process(__file__, "--long-one", name, environment=threads)
+    if done.returncode:
+        raise RuntimeError(f"{name} at n = {LONG}:\n{done.stderr}")
+    return [json.loads(done.stdout.splitlines()[-1])]
 
 
 # ---- what follows from the rows -------------------------------------------------------------------------------------
@@ -339,11 +334,24 @@ def judge(growth: Sequence[Row]) -> list[Row]:
     return judged
 
 
-def kept(name: str, renewed: Sequence[str], section: str) -> list[Row]:
-    """The stored rows of the other methods."""
+SECTIONS = ("rows", "memory", "long")
+
+
+def save(section: str, new: Sequence[Row], methods: Sequence[str], device: str) -> list[Row]:
+    """Put new rows in the place of these methods' old ones, and judge what is stored now."""
+    name = "lengths" if device == "cpu" else "lengths-" + chip(device).replace(" ", "-")
     path = RESULTS / f"{name}.json"
-    stored = json.loads(path.read_text())[section] if path.exists() else []
-    return [row for row in stored if row["method"] not in renewed]
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    found: dict[str, list[Row]] = {key: stored.get(key, []) for key in SECTIONS}
+    found[section] = [row for row in found[section] if row["method"] not in methods] + list(new)
+    order = {method: index for index, method in enumerate(METHODS)}
+    found[section].sort(key=lambda row: (row["n"], row["backward"], order[row["method"]]))
+    rows, memory = found.pop("rows"), found["memory"]
+    growth = slopes(rows, "ms_per_head") + slopes(memory, "mib")
+    judged = judge(growth)
+    sections = {"slopes": growth, "crossovers": crossovers(rows), "targets": judged, **found}
+    store(name, rows, __doc__ or "", device=device, **sections)
+    return judged
 
 
 def main() -> None:
@@ -352,6 +360,8 @@ def main() -> None:
     parser.add_argument("--long-one", metavar="METHOD", help=f"print one row of n = {LONG}")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these, beside full attention; written nowhere")
     parser.add_argument("--renew", action="store_true", help="store the methods in --only among the others")
+    parser.add_argument("--parts", nargs="+", choices=("time", "memory", "long"), default=("time", "memory", "long"))
+    parser.add_argument("--rounds", type=int, default=max(ROUNDS.values()), help="time each call this often at most")
     parser.add_argument("--longest", type=int, default=max(ROUNDS), help="leave longer texts out")
     parser.add_argument("--device", default="cpu", help="cuda for a GPU")
     arguments = parser.parse_args()
@@ -366,42 +376,39 @@ def main() -> None:
     chosen = arguments.only or list(METHODS)
     if unknown := set(chosen) - set(METHODS):
         sys.exit(f"no such method: {sorted(unknown)}; there are {list(METHODS)}")
+    keep = arguments.longest == max(ROUNDS) and (arguments.renew or not arguments.only)
+    judged: list[Row] = []
+    if "time" in arguments.parts:
+        rows = time_all(chosen, arguments.longest, arguments.rounds, device)
+        if keep:
+            judged = save("rows", [row for row in rows if row["method"] in chosen], chosen, device)
+    for name in chosen:
+        if "memory" in arguments.parts:
+            held = memory_of(name, arguments.longest, device)
+            told = ", ".join(f"{row['n']} {row['mib']:.1f}" for row in held if row["backward"])
+            print(f"  {name:28} MiB with backward: {told}", flush=True)
+            if keep:
+                judged = save("memory", held, [name], device)
+        if "long" in arguments.parts and keep and device == "cpu":
+            judged = save("long", long_of(name), [name], device)
+    print(targets.table(judged))
+
+
+def time_all(chosen: Sequence[str], longest: int, most: int, device: str) -> list[Row]:
     timed = [name for name in METHODS if name in chosen or name in {METHODS[c].against for c in chosen}]
     check(timed)
     rows: list[Row] = []
     for n, rounds in ROUNDS.items():
+        # Full attention alone is timed where it is asked for, and not as what others would stand beside.
+        here = [name for name in timed if n <= METHODS[name].longest]
+        needed = {METHODS[name].against for name in here if name in chosen}
+        here = [name for name in here if name in chosen or name in needed]
         for backward in (False, True):
-            if n <= arguments.longest:
-                new = time_at(n, timed, rounds, backward, device)
+            if here and n <= longest:
+                new = time_at(n, here, max(2, min(rounds, most)), backward, device)
                 rows += new
                 show(n, backward, new)
-    memory: list[Row] = []
-    for name in chosen:
-        new = memory_of(name, arguments.longest, device)
-        memory += new
-        held = ", ".join(f"{row['n']} {row['mib']:.1f}" for row in new if row["backward"])
-        print(f"  {name:28} MiB with backward: {held}", flush=True)
-    complete = arguments.longest == max(ROUNDS) and (arguments.renew or not arguments.only)
-    very_long = long([name for name in LINES if name in chosen]) if complete and device == "cpu" else []
-    result = "lengths" if device == "cpu" else "lengths-" + chip(device).replace(" ", "-")
-    if arguments.renew:
-        rows = kept(result, chosen, "rows") + [row for row in rows if row["method"] in chosen]
-        memory = kept(result, chosen, "memory") + memory
-        very_long = kept(result, chosen, "long") + very_long
-        place = {name: index for index, name in enumerate(METHODS)}
-        for section in (rows, memory, very_long):
-            section.sort(key=lambda row: (row["n"], row["backward"], place[row["method"]]))
-    growth, pays = slopes(rows, "ms_per_head") + slopes(memory, "mib"), crossovers(rows)
-    judged = judge(growth)
-    for row in pays:
-        print(f"  {row['method']:28} {'with backward' if row['backward'] else 'forward':14} pays from {row['from']}")
-    for row in growth:
-        print(f"  {row['method']:28} {row['backward']!s:6} {row['of']} slope {row['slope']:.3f} last {row['last']:.3f}")
-    print(targets.table(judged))
-    if not complete:
-        return
-    sections = {"slopes": growth, "crossovers": pays, "targets": judged, "long": very_long, "memory": memory}
-    print(store(result, rows, __doc__ or "", device=device, **sections))
+    return rows
 
 
 def show(n: int, backward: bool, rows: Sequence[Row]) -> None:
