@@ -50,6 +50,9 @@ class Case:
     plain: bool = False
     twice: bool = False
     hidden: int = 0
+    """How many of the last keys come after every query, and are NaN."""
+    blind: int = 0
+    """How many of the first queries come before every key, and are NaN."""
     worlds: tuple[int, ...] = (1, 2, 3, 4)
 
     def inputs(self) -> list[Tensor]:
@@ -61,6 +64,8 @@ class Case:
         if self.hidden:
             k[..., m - self.hidden :, :] = float("nan")
             v[..., m - self.hidden :, :] = float("nan")
+        if self.blind:
+            q[..., : self.blind, :] = float("nan")
         out = torch.broadcast_shapes(self.q_lead, (*self.k_lead[:-1], 1)) if self.k_lead else self.q_lead
         upstream = torch.randn((*out, self.n, 6), generator=generator(9), dtype=torch.float64)
         return [x.to(self.dtype) for x in (q, k, v, upstream)]
@@ -115,6 +120,8 @@ CASES = {
     "causal, dealt, float32": Case(causal=True, layout="dealt", dtype=torch.float32),
     "causal, one rank has none": Case(causal=True, layout="one has none"),
     "causal, scrambled": Case(causal=True, layout="scrambled"),
+    "causal, scrambled, more queries": Case(m=11, causal=True, layout="scrambled", blind=12),
+    "scrambled, later than every query": Case(n=13, m=16, causal=True, layout="scrambled", hidden=3),
     "fewer tokens than ranks": Case(n=3, causal=True, layout="dealt"),
     "more keys": Case(n=11, m=23),
     "causal, more keys": Case(n=11, m=23, causal=True),
@@ -132,6 +139,7 @@ CASES = {
     "ALiBi": Case(lambda: mk.ScaledDot() + mk.ALiBi(4), mk.SinkSoftmax, causal=True, layout="dealt"),
     "Bilinear": Case(bilinear, causal=True),
     "negative multiple": Case(lambda: -0.5 * mk.Dot(), causal=True, layout="dealt"),
+    "temperature, a number": Case(normalizer=lambda: mk.Softmax(0.5), causal=True),
     "temperature": Case(normalizer=lambda: mk.Softmax(learned(*TEMPERATURES)), causal=True, layout="dealt"),
     "scalable": Case(normalizer=lambda: mk.ScalableSoftmax(learned(*TEMPERATURES)), causal=True, layout="dealt"),
     "scalable, not causal": Case(normalizer=mk.ScalableSoftmax),
