@@ -115,6 +115,17 @@ def test_any_kernel(name: str) -> None:
         assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("normalizer", [mk.Sigmoid(), mk.SinkSoftmax(0.3), mk.Softmax(0.6)])
+@pytest.mark.parametrize("kernel", [mk.Gaussian(1.5), mk.Softcap(mk.Gaussian(1.5), 2.0)])
+def test_a_term_of_the_query_alone_stays_where_it_is_seen(kernel: mk.MatchKernel, normalizer: mk.Normalizer) -> None:
+    pattern = mk.BlockPattern(TABLES["scattered"], BLOCK)
+    q, k, v = inputs(2, 3, n=N, m=N)
+    expected = mk.attend(q, k, v, kernel, normalizer=normalizer, mask=pattern.mask(N), engine="reference")
+    assert_close(mk.attend(q, k, v, kernel, normalizer=normalizer, engine=mk.Blocks(pattern)), expected)
+    everything = mk.attend(q, k, v, kernel, normalizer=normalizer, engine="reference")
+    assert_close(mk.attend(q, k, v, kernel, normalizer=normalizer, engine=mk.TopK(N)), everything)
+
+
 @pytest.mark.parametrize(("n", "m"), [(5, 18), (18, 5), (1, 1), (8, 8), (4, 9)])
 @pytest.mark.parametrize("kernel", [mk.ScaledDot, lambda: mk.Laplacian(1.5)])
 @pytest.mark.parametrize("block", [1, 4, 32])
