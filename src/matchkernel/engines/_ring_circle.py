@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values of one rank, or their gradients."""
+
 LETTER = 4096
 """Bytes in which a rank describes its call to the others."""
 
@@ -38,19 +41,19 @@ class Circle:
         )
         self.count = count
 
-    def exchange(self, give: Tensor, take: Tensor, what: str) -> Callable[[], None]:
+    def exchange(self, give: Pair, take: Pair, what: str) -> Callable[[], None]:
         """Start sending `give` to the next rank and receiving `take` from the one before; the answer waits for both.
 
-        Neither may be touched in between. What is empty is not sent.
+        All are contiguous, and none may be touched in between. What is empty is not sent.
         """
         import torch.distributed as dist
 
         operations = []
-        if give.numel():
-            operations.append(dist.P2POp(dist.isend, give, self.after, self.group))
-            self.count(give.numel() * give.element_size())
-        if take.numel():
-            operations.append(dist.P2POp(dist.irecv, take, self.before, self.group))
+        for x in give:
+            if x.numel():
+                operations.append(dist.P2POp(dist.isend, x, self.after, self.group))
+                self.count(x.numel() * x.element_size())
+        operations += [dist.P2POp(dist.irecv, x, self.before, self.group) for x in take if x.numel()]
         who = f"{what}: waiting for rank {(self.rank - 1) % self.world} or rank {(self.rank + 1) % self.world}"
         works = self._heard(who, lambda: dist.batch_isend_irecv(operations)) if operations else []
 

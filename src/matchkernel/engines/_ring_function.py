@@ -13,12 +13,11 @@ from ..kernels.base import DotKernel
 from . import _ring_block as block
 from ._dot_softmax import fold, unfold
 from ._fused_function import dense
-from ._ring_circle import Circle
+from ._ring_circle import Circle, Pair
 from ._ring_gather import gathered
 from ._ring_plan import pieces
 from .problem import Problem
 
-Sizes = tuple[torch.Size, torch.Size]
 Grads = list[Tensor | None]
 
 
@@ -57,14 +56,11 @@ class Job:
         """Which of this rank's queries meet which keys of `owner`."""
         return pieces(self.query_position, self.key_positions[owner], self.causal)
 
-    def sizes(self, owner: int, k: Tensor, v: Tensor) -> Sizes:
-        """Shapes of a rank's keys and values, which differ from this one's in the tokens alone."""
+    def room(self, owner: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> Pair:
+        """Room for a rank's keys and values, which differ from this one's in the number of tokens alone."""
         tokens = len(self.key_positions[owner])
-        return torch.Size((*k.shape[:-2], tokens, k.shape[-1])), torch.Size((*v.shape[:-2], tokens, v.shape[-1]))
-
-    def parcel(self, owner: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-        """Room for a rank's keys and values in one message."""
-        return k.new_empty(sum(size.numel() for size in self.sizes(owner, k, v)), dtype=dtype)
+        first, second = (x.new_empty((*x.shape[:-2], tokens, x.shape[-1]), dtype=dtype) for x in (k, v))
+        return first, second
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Every rank's keys and values in the order in which they come by, this rank's own first.
@@ -72,24 +68,18 @@ class Job:
         While a block is computed on, it is already on its way to the next rank, and the one after it on its way here.
         """
         circle = self.circle
-        parcel = torch.cat([k.reshape(-1), v.reshape(-1)])
+        pair = k.contiguous(), v.contiguous()
         for step in range(circle.world):
             owner = (circle.rank - step) % circle.world
             last = step + 1 == circle.world
             if not last:
-                following = self.parcel((owner - 1) % circle.world, k, v, k.dtype)
+                following = self.room((owner - 1) % circle.world, k, v, k.dtype)
                 what = f"keys and values, step {step + 1} of {circle.world - 1}"
-                arrived = circle.exchange(parcel, following, what)
-            yield owner, *opened(parcel, self.sizes(owner, k, v))
+                arrived = circle.exchange(pair, following, what)
+            yield owner, *pair
             if not last:
                 arrived()
-                parcel = following
-
-
-def opened(parcel: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """The two tensors in a message, as views."""
-    first = sizes[0].numel()
-    return parcel[:first].view(sizes[0]), parcel[first:].view(sizes[1])
+                pair = following
 
 
 def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -123,7 +113,7 @@ def backward(
     )
     own: Grads = [None, *(None for _ in rest)]
     kept: Grads = [None, None]
-    incoming = job.parcel(circle.rank, k, v, problem.wide)
+    incoming: Pair | None = None
     home: Callable[[], None] | None = None
     for owner, key, value in job.blocks(k, v):
         dq, dk, dv, *others = _of_block(job, owner, upstream, (q, key, value, *rest)) or [None] * (3 + len(rest))
@@ -132,35 +122,33 @@ def backward(
             # What a rank finds for its own keys need not travel.
             kept = [dk, dv]
             continue
-        if home is None:
-            # Nobody before this rank has looked at the block.
-            parcel = _filled(job.parcel(owner, k, v, problem.wide), job.sizes(owner, k, v), (dk, dv))
-        else:
+        # Nobody before the block's second rank has found anything; later ones add to what comes with it.
+        if home is not None:
             home()
-            parcel = incoming
-            _add(opened(parcel, job.sizes(owner, k, v)), (dk, dv))
-        incoming = job.parcel((owner - 1) % circle.world, k, v, problem.wide)
-        home = circle.exchange(parcel, incoming, "gradients of keys and values")
-    of_own = opened(incoming, (k.shape, v.shape))
-    if home is None:
-        _filled(incoming, (k.shape, v.shape), kept)
-    else:
+        outgoing = _added(incoming, (dk, dv), (key, value), problem.wide)
+        incoming = job.room((owner - 1) % circle.world, k, v, problem.wide)
+        home = circle.exchange(outgoing, incoming, "gradients of keys and values")
+    if home is not None:
         home()
-        _add(of_own, kept)
+    of_own = _added(incoming, kept, (k, v), problem.wide)
     dq, *others = own
     return [torch.zeros_like(q) if dq is None else dq, *of_own, *others]
 
 
-def _filled(parcel: Tensor, sizes: Sizes, shares: Sequence[Tensor | None]) -> Tensor:
-    for place, share in zip(opened(parcel, sizes), shares, strict=True):
-        place.zero_() if share is None else place.copy_(share)
-    return parcel
-
-
-def _add(totals: tuple[Tensor, Tensor], more: Sequence[Tensor | None]) -> None:
-    for total, share in zip(totals, more, strict=True):
+def _added(totals: Pair | None, shares: Sequence[Tensor | None], like: Pair, wide: torch.dtype) -> Pair:
+    """The sum of both, either of which may be missing: in the place of `totals`, contiguous."""
+    if totals is None:
+        first, second = (
+            torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format)
+            if share is None
+            else share.to(wide).contiguous()
+            for x, share in zip(like, shares, strict=True)
+        )
+        return first, second
+    for total, share in zip(totals, shares, strict=True):
         if share is not None:
             total += share
+    return totals
 
 
 def _of_block(
