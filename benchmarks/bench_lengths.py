@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import peaks
+import roofline
 import targets
 import torch
 import ways
-from harness import RESULTS, Row, chip, clock, measure, one_thread, step, store
+from harness import RESULTS, Row, chip, clock, machine, measure, one_thread, step, store
 from torch.nn.functional import logsigmoid
 from ways import Build, Inputs, Way
 
@@ -342,6 +343,8 @@ def save(section: str, new: Sequence[Row], methods: Sequence[str], device: str) 
     name = "lengths" if device == "cpu" else "lengths-" + chip(device).replace(" ", "-")
     path = RESULTS / f"{name}.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
+    if stored and (then := stored["machine"]["cpu"]) != (now := machine(device)["cpu"]):
+        sys.exit(f"the stored rows were taken on {then}, this is {now}: measure all of them again")
     found: dict[str, list[Row]] = {key: stored.get(key, []) for key in SECTIONS}
     found[section] = [row for row in found[section] if row["method"] not in methods] + list(new)
     order = {method: index for index, method in enumerate(METHODS)}
@@ -349,7 +352,9 @@ def save(section: str, new: Sequence[Row], methods: Sequence[str], device: str) 
     rows, memory = found.pop("rows"), found["memory"]
     growth = slopes(rows, "ms_per_head") + slopes(memory, "mib")
     judged = judge(growth)
-    sections = {"slopes": growth, "crossovers": crossovers(rows), "targets": judged, **found}
+    # What the core can do at best, on the machine and under the load of these rows.
+    roof = stored.get("roofline") or roofline.measure(device)
+    sections = {"slopes": growth, "crossovers": crossovers(rows), "targets": judged, "roofline": roof, **found}
     store(name, rows, __doc__ or "", device=device, **sections)
     return judged
 
