@@ -2,7 +2,7 @@
 
 from .attention import Explanation, attend, explain, scaled_dot_product_attention, scores, weights
 from .cache import KeyValueCache
-from .engines import Blocks, Linear, Linformer, Nystrom, Ring, Sparse, Tiled, TopK
+from .engines import LSH, Blocks, Linear, Linformer, Nystrom, Ring, Sparse, Tiled, TopK
 from .kernels import (
     Additive,
     ALiBi,
@@ -45,6 +45,7 @@ from .updates import Decay, DeltaRule, GatedDeltaRule, Gates
 __version__ = "0.1.0"
 
 __all__ = [
+    "LSH",
     "ALiBi",
     "Additive",
     "Bilinear",

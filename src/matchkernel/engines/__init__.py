@@ -5,6 +5,7 @@ from .fused import Fused
 from .linear import Linear
 from .linformer import Linformer
 from .lowrank import Nystrom
+from .lsh import LSH
 from .problem import Cost, Engine, Problem
 from .reference import Reference
 from .ring import Ring
@@ -13,6 +14,7 @@ from .tiled import Tiled
 from .topk import TopK
 
 __all__ = [
+    "LSH",
     "Blocks",
     "Cost",
     "Engine",
