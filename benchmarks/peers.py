@@ -98,6 +98,12 @@ def flash_linear_attention() -> ModuleType:
     return _load("fla.ops")
 
 
+@cache
+def local_attention() -> ModuleType:
+    """lucidrains' attention in windows."""
+    return _load("local_attention")
+
+
 LINEAR = {
     "fast-transformers": ("pytorch-fast-transformers", fast_transformers),
     "performer-pytorch": ("performer-pytorch", performer),
