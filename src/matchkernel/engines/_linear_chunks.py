@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..shapes import split
 
-Pull = Callable[[Tensor, Tensor | None], None]
-"""Takes the gradients of a segment's features and of their log scales back to what they were made of."""
+Pull = Callable[[Tensor, Callable[[], Tensor] | None], None]
+"""Takes the gradients of a segment's features and, asked for if somebody needs it, of their log scales back to what
+they were made of."""
 
 
 @dataclass
@@ -124,21 +125,21 @@ def below(size: int, like: Tensor) -> Tensor:
 
 
 def before(parts: Tensor, first: Tensor) -> Tensor:
-    """Sums before each chunk, (h · chunks, f, w), from those of the chunks (h, chunks, f, w) and before them all."""
-    sums = torch.empty_like(parts)
-    sums[:, 0] = first
-    for i in range(1, parts.shape[1]):
-        torch.add(sums[:, i - 1], parts[:, i - 1], out=sums[:, i])
-    return sums
+    """Sums before each chunk, (h, chunks, f, w), from those of the chunks and before them all, (h, f, w).
+
+    By a product with a triangle of ones: adding one after another is a call for each chunk, and takes longer.
+    """
+    return _sums(parts, first, below(parts.shape[1], parts).tril_(-1))
 
 
 def after(parts: Tensor, last: Tensor) -> Tensor:
     """The same from behind."""
-    sums = torch.empty_like(parts)
-    sums[:, -1] = last
-    for i in range(parts.shape[1] - 2, -1, -1):
-        torch.add(sums[:, i + 1], parts[:, i + 1], out=sums[:, i])
-    return sums
+    return _sums(parts, last, below(parts.shape[1], parts).tril_(-1).mT)
+
+
+def _sums(parts: Tensor, one: Tensor, triangle: Tensor) -> Tensor:
+    flat = parts.flatten(2)
+    return torch.baddbmm(one.flatten(1).unsqueeze(1), triangle.expand(len(flat), -1, -1), flat).view_as(parts)
 
 
 def forward(head: Head, layout: Layout, sums: Sums) -> None:
@@ -221,8 +222,8 @@ def backward(head: Head, layout: Layout, sums: Sums, pulls: Backward) -> None:
         for span in layout.segments(0, layout.queries):
             query, pull = pulls.query(span)
             grad, rest = _grad_rows(head, pulls, span)
-            after_all.baddbmm_(query.mT, grad)
             pull(torch.bmm(grad, sums.total.mT), rest)
+            after_all.baddbmm_(query.mT, grad)
     else:
         blind = layout.queries - layout.square
         for span in layout.segments(0, blind):
@@ -268,17 +269,18 @@ def _give(
     pulls: Backward, keys: slice, weight: Tensor, weighed: Tensor, d_weighed: Tensor, d_key: Tensor, pull: Pull
 ) -> None:
     pulls.put_value(keys, d_weighed[..., :-1] * weight)
-    pull(d_key, (d_weighed * weighed).sum(dim=-1, keepdim=True))
+    pull(d_key, lambda: (d_weighed * weighed).sum(dim=-1, keepdim=True))
 
 
-def _grad_rows(head: Head, pulls: Backward, rows: slice) -> tuple[Tensor, Tensor | None]:
+def _grad_rows(head: Head, pulls: Backward, rows: slice) -> tuple[Tensor, Callable[[], Tensor] | None]:
     """The gradient of the numerators and sum of some rows, and that of the logarithm of what stands beside the keys."""
     grad, share = pulls.grad(rows), head.share[:, rows]
     row = (grad * head.out[:, rows]).sum(dim=-1, keepdim=True).neg_()
     both = grad.new_empty(*grad.shape[:-1], grad.shape[-1] + 1)
     torch.mul(grad, share, out=both[..., :-1])
     torch.mul(row, share, out=both[..., -1:])
-    return both, None if head.beside is None else row * head.beside[:, rows]
+    beside = head.beside
+    return both, None if beside is None else lambda: row * beside[:, rows]
 
 
 def _weight(scale: Tensor, unit: Tensor) -> Tensor:

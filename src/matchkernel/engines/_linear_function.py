@@ -270,9 +270,10 @@ def pull(
                 given = [p.detach().requires_grad_(i in learned) for i, p in enumerate(parameters)]
                 values, log_scale = job.features_of(of_query, leaf, placed(position, b, tokens), given)
 
-            def back(d_values: Tensor, d_log: Tensor | None) -> None:
-                ends = [(values, d_values)] + ([] if d_log is None else [(log_scale, d_log)])
-                ends = [(x, g) for x, g in ends if x.requires_grad]
+            def back(d_values: Tensor, d_log: Callable[[], Tensor] | None) -> None:
+                ends = [(values, d_values)] if values.requires_grad else []
+                if d_log is not None and log_scale.requires_grad:
+                    ends.append((log_scale, d_log()))
                 wanted = [*([leaf] if d_x is not None else []), *(given[i] for i in learned)]
                 if not ends or not wanted:
                     return
@@ -291,10 +292,10 @@ def pull(
         def query(tokens: slice, b: int = b, mapped: Any = mapped) -> tuple[Tensor, Pull]:
             values, _, back = mapped(True, q, d_q, job.query_position, tokens)
 
-            def give(d_values: Tensor, d_rest: Tensor | None) -> None:
+            def give(d_values: Tensor, d_rest: Callable[[], Tensor] | None) -> None:
                 if d_rest is not None and d_one is not None:
-                    _put(d_one, d_rest, b, slice(0, 1))
-                back(d_values, None if d_rest is None else -d_rest)
+                    _put(d_one, d_rest(), b, slice(0, 1))
+                back(d_values, None if d_rest is None else lambda: -d_rest())
 
             return values, give
 
@@ -305,12 +306,14 @@ def pull(
             added = _entry(bias, b, tokens, job.heads)
             hidden = added == -torch.inf
 
-            def give(d_values: Tensor, d_log: Tensor | None) -> None:
-                assert d_log is not None
-                d_log = d_log.masked_fill(hidden, 0.0)
+            def give(d_values: Tensor, d_log: Callable[[], Tensor] | None) -> None:
+                def seen() -> Tensor:
+                    assert d_log is not None
+                    return d_log().masked_fill(hidden, 0.0)
+
                 if d_bias is not None:
-                    _put(d_bias, d_log, b, tokens)
-                back(d_values.masked_fill(hidden, 0.0), d_log)
+                    _put(d_bias, seen(), b, tokens)
+                back(d_values.masked_fill(hidden, 0.0), seen)
 
             return values.masked_fill(hidden, 0.0), torch.where(hidden, -torch.inf, log_scale + added), give
 

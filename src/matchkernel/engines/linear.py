@@ -21,7 +21,7 @@ from .problem import Cost, Problem, traffic, zero_where_not
 FEW, MANY = 2**16, 2**19
 """Scores of one batch entry, and of all, up to which "auto" leaves a problem to the reference, as `tiled` does."""
 
-TOKENS = 2048
+TOKENS = 4096
 """How many tokens, over all heads, are worked on at a time: their features lie in a core's own cache."""
 
 
