@@ -252,7 +252,9 @@ def pull(
     kept: list[Sums],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of all tensors, segment by segment."""
-    q, k, _, bias, _, *parameters = tensors
+    q, k, _, bias, _, *given_parameters = tensors
+    parameters = [x for x in given_parameters if x is not None]
+    assert q is not None and k is not None
     results = [
         None if x is None or not need else torch.zeros_like(x, dtype=job.wide, memory_format=torch.contiguous_format)
         for x, need in zip(tensors, needed, strict=True)
@@ -321,8 +323,8 @@ def pull(
             if d_v is not None:
                 _put(d_v, d_value, b, tokens)
 
-        backward(
-            head, job.layout, kept[b],
-            Backward(query, key, lambda tokens, b=b: grad[b][:, tokens], put_value),
-        )  # fmt: skip
+        def grad_of(tokens: slice, b: int = b) -> Tensor:
+            return grad[b][:, tokens]
+
+        backward(head, job.layout, kept[b], Backward(query, key, grad_of, put_value))
     return tuple(None if r is None or x is None else r.to(x.dtype) for r, x in zip(results, tensors, strict=True))

@@ -137,8 +137,9 @@ class Linear:
         if problem.groups > 1:
             k, v = (x.repeat_interleave(problem.groups, dim=-3) for x in (k, v))
         query, key = kernel.encode(q, k, place.query_position, place.key_position)
-        encoded = [four(x, batch) for x in (*leaves(query), *leaves(key))]
-        operands = Operands.of(*encoded, four(v, batch), *_beside_features(problem))
+        (x, of_query), (y, of_key) = ([four(x, batch) for x in leaves(side)] for side in (query, key))
+        bias, one = _beside_features(problem)
+        operands = Operands.of(x, of_query, y, of_key, four(v, batch), bias, one)
         kernel.check_features(operands.query, operands.key)
         out = _linear_exact.attend(operands, causal=place.causal, chunk=self.chunk, positive=kernel.positive)
         return out.expand(batch[:-1].numel(), batch[-1] if batch else 1, *out.shape[-2:])
