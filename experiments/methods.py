@@ -86,6 +86,11 @@ def best_keys(engine: Any, x: Triple, causal: bool) -> Tensor:
     return mk.attend(*x, causal=causal, mask=ranked >= worst, engine="reference")
 
 
+def same_bucket(engine: Any, x: Triple, causal: bool) -> Tensor:
+    """Full attention with every key hidden that has another hash than the query."""
+    return mk.attend(*x, causal=causal, mask=engine.mask(*x[:2], causal), engine="reference")
+
+
 def bigbird(n: int) -> mk.BlockPattern:
     return mk.BlockPattern.bigbird(n, 8, window=3, global_blocks=1, random=1, generator=generator())
 
@@ -133,6 +138,9 @@ ENGINES: dict[str, Method] = {
     ),
     "top k": Method("engine", lambda n: mk.TopK(SEEN), defined=best_keys),
     "top k, indexed": Method("engine", lambda n: mk.TopK(SEEN, by=low_rank_indexer()), defined=best_keys),
+    "LSH": Method(
+        "engine", lambda n: mk.LSH(max(2, n // SEEN // 2 * 2), generator=generator()), defined=same_bucket
+    ),
     "ring, one process": Method("engine", lambda n: mk.Ring(alone())),
     "Nyström": Method("engine", lambda n: mk.Nystrom(landmarks=SEEN), approximates=True),
     "Linformer": Method("engine", lambda n: mk.Linformer(n, SEEN, generator=generator()).double(), approximates=True),

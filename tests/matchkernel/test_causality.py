@@ -154,6 +154,8 @@ CHOOSING: dict[str, Callable[[], tuple[Engine, dict[str, object]]]] = {
     "blocks, another kernel": lambda: (mk.Blocks(pattern()), {"kernel": mk.Laplacian(3.0)}),
     "blocks, features": lambda: (mk.Blocks(pattern()), {"kernel": mk.EluFeatures()}),
     "top k": lambda: (mk.TopK(4), {}),
+    "LSH": lambda: (mk.LSH(4, rounds=2, generator=torch.Generator().manual_seed(3)), {}),
+    "LSH by signs": lambda: (mk.LSH(4, hash="sign", generator=torch.Generator().manual_seed(3)), {"window": 9}),
     "top k by a cheaper kernel": lambda: (mk.TopK(4, by=mk.Gaussian(1.0)), {"kernel": mk.Laplacian(3.0)}),
 }
 
