@@ -33,7 +33,7 @@ def stored(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / "results" / f"{name}.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", ["fused", "kernels", "memory", "multihead"])
+@pytest.mark.parametrize("name", ["fused", "kernels", "lengths", "memory", "multihead", "ring"])
 def test_a_result_says_where_and_when_it_was_taken(name: str) -> None:
     machine = stored(name)["machine"]
     assert machine["threads"] == 1
@@ -173,3 +173,49 @@ def test_a_way_that_computes_something_else_is_not_timed(bench: ModuleType) -> N
 
 def test_the_slope_is_that_of_the_logarithms(memory: ModuleType) -> None:
     assert memory.slope([{"n": n, "mib": 3.0 * n**1.5} for n in (64, 256, 1024)]) == pytest.approx(1.5)
+
+
+@pytest.fixture
+def lengths(bench: ModuleType) -> ModuleType:
+    import bench_lengths
+
+    return bench_lengths
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([4.0, 2.0, 0.5, 0.25], 2**0.5 * 200),  # half way between 2 and 0.5, in logarithms
+        ([2.0, 0.5, 2.0, 0.5], 2**0.5 * 400),  # above once more: not from there on
+        ([0.9, 0.5, 0.4, 0.1], 100.0),
+        ([4.0, 3.0, 2.0, 1.0], None),
+        ([0.5, 0.5, 0.5, 1.5], None),
+    ],
+)
+def test_a_method_pays_from_where_it_stays_below(
+    lengths: ModuleType, ratios: list[float], expected: float | None
+) -> None:
+    found = lengths.crossover([100, 200, 400, 800], ratios)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_every_method_is_stored_at_every_length_it_reaches(lengths: ModuleType) -> None:
+    expected = {
+        (name, n, backward)
+        for name, method in lengths.METHODS.items()
+        for n in lengths.ROUNDS
+        for backward in (False, True)
+        if n <= method.longest
+    }
+    rows = stored("lengths")["rows"]
+    assert sorted(expected) == sorted((row["method"], row["n"], row["backward"]) for row in rows)
+    assert all(row["ms_per_head"] == pytest.approx(row["ms"] / row["heads"], abs=1e-4) for row in rows)
+
+
+def test_slopes_and_crossovers_follow_from_the_stored_rows(lengths: ModuleType) -> None:
+    found = stored("lengths")
+    growth = lengths.slopes(found["rows"], "ms_per_head") + lengths.slopes(found["memory"], "mib")
+    assert found["slopes"] == growth
+    assert found["crossovers"] == lengths.crossovers(found["rows"])
+    assert found["targets"] == lengths.judge(growth)
+    assert {row["method"] for row in found["long"]} == set(lengths.LINES)
