@@ -18,7 +18,8 @@ def positions(tokens: int, rank: int, world: int) -> Tensor:
     The sequence is cut into 2·world chunks whose lengths differ by at most one; rank r holds chunk r and chunk
     2·world − 1 − r, an early one and a late one. Under a causal order token i meets i + 1 keys, so every rank then has
     the same work. Hand them to `attend` as query_position and key_position. ValueError for a rank outside the world.
-    Source: Grattafiori et al. 2024 (Llama 3), section 3.3.2; Brandon et al. 2023 (Striped Attention) deal single tokens.
+    Source: Grattafiori et al. 2024 (Llama 3), section 3.3.2; Brandon et al. 2023 (Striped Attention) deal
+    single tokens.
     """
     _check(rank, world)
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:

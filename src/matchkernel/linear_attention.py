@@ -27,8 +27,8 @@ class LinearState:
 
     `memory` (…, f, d_v) is Σ_j φ(k_j)ᵀ v_j as its update has it, `total` (…, f) the same sum without values, by which
     outputs are normalised, None for a delta rule; `log_scale` (…), without a gradient, keeps both within the range of
-    a float. float32, or wider where the inputs are. `tokens` is how many have been read: the position of the next one. With gradients on, a
-    state carries the graph of its past: `detach()` cuts it.
+    a float. float32, or wider where the inputs are. `tokens` is how many have been read: the position of the next one.
+    With gradients on, a state carries the graph of its past: `detach()` cuts it.
     """
 
     memory: Tensor

@@ -115,7 +115,7 @@ class MultiHeadAttention(nn.Module):
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the projections anew, from `generator` or torch's own; what the kernel, normaliser and engine hold stays."""
+        """Draw the projections anew, from `generator` or torch's own; what kernel, normaliser and engine hold stays."""
         inward = (self.q_proj, self.k_proj, self.v_proj)
         as_one = all(projection.in_features == self.embed_dim for projection in inward)
         rows = sum(projection.out_features for projection in inward)

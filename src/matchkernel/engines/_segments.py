@@ -53,7 +53,7 @@ class Segments:
         """
         if self.keep is None:
             length, longer = self.tokens // self.count, self.tokens % self.count
-            head, tail = x.split([longer * (length + 1), (self.count - longer) * length], dim=-2)
+            head, tail = torch.split(x, [longer * (length + 1), (self.count - longer) * length], dim=-2)
             means = [split(tail, -2, (self.count - longer, length)).mean(-2)]
             if longer:
                 means.insert(0, split(head, -2, (longer, length + 1)).mean(-2))
