@@ -88,8 +88,8 @@ def attend(
         query_position, key_position: (…, n) and (…, m); 0 … m−1 for the keys and the last n of them for the queries by
             default. They decide causal order and windows, and the kernel's encoders see them.
         dropout: probability of dropping a weight, the others scaled up.
-        engine: "auto", a name ("fused", "tiled", "reference") or an engine with parameters, `Tiled(queries=128)`. What
-            is asked for runs or raises, and never hands over to another.
+        engine: "auto", a name ("linear", "sparse", "fused", "tiled", "reference") or an engine with parameters,
+            `Tiled(queries=128)`. What is asked for runs or raises, and never hands over to another.
 
     Returns:
         (…, n, d_v) in the inputs' dtype. A query that may attend to nothing gets zeros, and zero gradients. A NaN in a

@@ -144,6 +144,14 @@ def test_layouts(name: str, small: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     _hold(leaves, {"window": (4, 7), "mask": draw(m, seed=3) > -1.0}, mk.Sparse(dilation=2, sinks=3))
 
 
+def test_many_blocks_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks than a call takes: two at a time, and one that is left."""
+    monkeypatch.setattr(_windows, "MOST", 2 * 32 * 4 * 8)
+    leaves = inputs(2, n=300, m=300)
+    _hold(leaves, {"window": 9, "causal": True, "mask": draw(2, 1, 300, seed=3) > -1.0})
+    _hold(leaves, {"window": (3, 40)}, mk.Sparse(dilation=2))
+
+
 KERNELS: list[mk.MatchKernel] = [
     mk.Dot(), mk.Cosine(0.4), mk.Gaussian(1.3), mk.ScaledDot() + mk.ALiBi(2), mk.Rotary(4), -0.3 * mk.Dot(),
     torch.tensor([0.4, -0.5]) * mk.Dot(), mk.Bilinear(4, generator=torch.Generator().manual_seed(0)),
