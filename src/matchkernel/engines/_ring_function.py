@@ -15,7 +15,7 @@ from ._dot_softmax import fold, unfold
 from ._fused_function import dense
 from ._ring_circle import Circle, Pair
 from ._ring_gather import gathered
-from ._ring_plan import pieces
+from ._ring_plan import Piece, pieces
 from .problem import Problem
 
 Grads = list[Tensor | None]
@@ -52,7 +52,7 @@ class Job:
         q, k, v = (fold(x.to(dtype), self.problem) for x in (q, k, v))
         return q, k, v, scale
 
-    def plan(self, owner: int) -> list[block.Piece]:
+    def plan(self, owner: int) -> list[Piece]:
         """Which of this rank's queries meet which keys of `owner`."""
         return pieces(self.query_position, self.key_positions[owner], self.causal)
 
@@ -92,9 +92,9 @@ def forward(job: Job, q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None) ->
         plan = job.plan(owner)
         if not plan:
             continue
-        *folded, scale = job.encoded(q, key, value, factor, job.key_positions[owner])
+        *_, scale = encoded = job.encoded(q, key, value, factor, job.key_positions[owner])
         for piece in plan:
-            block.absorb(out, logsumexp, piece.rows, *block.partial(*folded, piece, scale))
+            block.absorb(out, logsumexp, piece.rows, *block.partial(*encoded[:3], piece, scale))
     return unfold(out, job.problem, 2), unfold(logsumexp, job.problem, 1)
 
 
@@ -159,12 +159,13 @@ def _of_block(
     if not plan:
         return None
     with torch.enable_grad():
-        q, k, v, factor = (None if x is None else x.detach().requires_grad_() for x in inputs[:4])
+        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+        factor = None if inputs[3] is None else inputs[3].detach().requires_grad_()
         *folded, scale = job.encoded(q, k, v, factor, job.key_positions[owner])
     dtype = folded[0].dtype
     grad, grad_logsumexp, out, logsumexp = upstream
     grad, out = grad.to(dtype), out.to(dtype)
-    detached = [x.detach() for x in folded]
+    detached = folded[0].detach(), folded[1].detach(), folded[2].detach()
     totals: Grads = [None, None, None]
     for piece in plan:
         shares = block.gradients(grad, grad_logsumexp, *detached, out, logsumexp, piece, scale)

@@ -22,7 +22,8 @@ class Piece(NamedTuple):
     @property
     def pairs(self) -> int:
         """How many scores are computed; half of a square, with its diagonal, where it is causal."""
-        rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+        rows: int = self.rows.stop - self.rows.start
+        keys: int = self.keys.stop - self.keys.start
         return rows * (rows + 1) // 2 if self.causal else rows * keys
 
 
