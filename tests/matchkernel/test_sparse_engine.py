@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 import matchkernel as mk
 from matchkernel.engines import _torch_private, _windows
+from matchkernel.engines._window_function import attend_within
 from matchkernel.engines._windows import Band
 from matchkernel.masks import Visibility, check_window
 
@@ -329,6 +330,19 @@ def test_second_derivatives(engine: mk.Sparse, n: int, m: int, setting: Setting)
         return mk.attend(x, 2.0 * x[:1], x[1:], engine=engine, **setting)
 
     assert torch.autograd.gradgradcheck(tied, (draw(2, n, 2, seed=4).requires_grad_(),), fast_mode=True)
+
+
+def test_second_derivatives_where_keys_are_made_of_the_queries() -> None:
+    """The gradient of q is not to include what comes to it through k."""
+
+    def tied(q: Tensor) -> Tensor:
+        return attend_within(q, 2.0 * q, q.sin(), None, Band(4, 4, 2, 0), 0.7)[0]
+
+    q = draw(1, 1, 4, 2, seed=4).requires_grad_()
+    once = torch.autograd.grad(tied(q).sin().sum(), q)[0]
+    twice = torch.autograd.grad(tied(q).sin().sum(), q, create_graph=True)[0]
+    assert_close(twice.detach(), once)
+    assert torch.autograd.gradgradcheck(tied, (q,))
 
 
 @pytest.mark.parametrize(("engine", "n", "m", "setting"), DERIVED, ids=str)
