@@ -138,9 +138,7 @@ ENGINES: dict[str, Method] = {
     ),
     "top k": Method("engine", lambda n: mk.TopK(SEEN), defined=best_keys),
     "top k, indexed": Method("engine", lambda n: mk.TopK(SEEN, by=low_rank_indexer()), defined=best_keys),
-    "LSH": Method(
-        "engine", lambda n: mk.LSH(max(2, n // SEEN // 2 * 2), generator=generator()), defined=same_bucket
-    ),
+    "LSH": Method("engine", lambda n: mk.LSH(max(2, n // SEEN // 2 * 2), generator=generator()), defined=same_bucket),
     "ring, one process": Method("engine", lambda n: mk.Ring(alone())),
     "Nyström": Method("engine", lambda n: mk.Nystrom(landmarks=SEEN), approximates=True),
     "Linformer": Method("engine", lambda n: mk.Linformer(n, SEEN, generator=generator()).double(), approximates=True),
