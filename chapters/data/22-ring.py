@@ -35,7 +35,7 @@ def ring(q, k, v, rank, world):
         part, part_L = scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)
         out = torch.lerp(out, part, torch.sigmoid(part_L - L)[:, None])
         L = torch.logaddexp(L, part_L)
-        trace.append({"owner": (rank - step) % world, "max": scores.amax(dim=-1), "part": part_L, "so far": L})
+        trace.append({"k": k, "max": scores.amax(dim=-1), "part": part_L, "so far": L})
         if step < world - 1:
             sending.wait()
             receiving.wait()
@@ -75,17 +75,18 @@ def messages(world: int) -> dict[tuple[str, int], int]:
     return found
 
 
-def until_one_dies(rank: int) -> str:
-    """What this rank hears when another is killed between two calls."""
+def until_one_dies(rank: int) -> tuple[str, float]:
+    """What this rank hears when another is killed between two calls, and after how many seconds of its last call."""
     x = torch.ones(1, 8, 4)
     try:
         while True:
+            start = time.monotonic()
             mk.attend(x, x, x, engine=mk.Ring(timeout=5))
             if rank == VICTIM:
                 time.sleep(1.0)  # by then the others are waiting in their next call
                 os.kill(os.getpid(), signal.SIGKILL)
     except RingError as error:
-        return str(error)
+        return str(error), time.monotonic() - start
 
 
 if __name__ == "__main__":
