@@ -60,7 +60,7 @@ class Round:
 
     def met(self) -> Iterator[Group]:
         """All blocks that meet a key, those with many keys first."""
-        n, m = self.query.shape[1], self.key.shape[1]
+        m = self.key.shape[1]
         order, key_order = split(self.order(), 1, (self.blocks, BLOCK)), self.key.argsort(dim=-1, stable=True)
         buckets, sorted_keys = self.query.gather(1, order.flatten(1)).view_as(order), self.key.gather(1, key_order)
         sorted_keys = sorted_keys.repeat_interleave(self.groups, 0)
@@ -79,8 +79,8 @@ class Round:
             place = (first[mine].unsqueeze(-1) + torch.minimum(within, size.unsqueeze(-1) - 1)).clamp_max(m - 1)
             keys = key_order[(head // self.groups).unsqueeze(-1), place]
             rows = order.flatten(0, 1)[mine]
-            real = torch.arange(BLOCK, device=mine.device) + (mine % self.blocks * BLOCK).unsqueeze(-1) < n
-            allowed = real.unsqueeze(-1) & (within < size.unsqueeze(-1)).unsqueeze(-2)
+            # What fills a head's last block repeats its last query, and is never put back.
+            allowed = (within < size.unsqueeze(-1)).unsqueeze(-2)
             yield Group(mine, keys, self._permitted(allowed, head.unsqueeze(-1), rows, keys))
             at += many
 
