@@ -64,3 +64,11 @@ class Segments:
         total = x.new_zeros(*lead, self.count, x.shape[-1])
         total = total.scatter_add(-2, self.index.unsqueeze(-1).expand_as(x), x)
         return total / self.lengths(x.device).clamp_min(1).unsqueeze(-1)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Each token's share of x (…, count, width): what stands at its segment, (…, tokens, width)."""
+        index = self.index.unsqueeze(-1)
+        lead = broadcast(x.shape[:-2], index.shape[:-2])
+        assert lead is not None
+        index = index.expand(*lead, self.tokens, x.shape[-1])
+        return x.expand(*lead, *x.shape[-2:]).gather(-2, index)

@@ -114,14 +114,15 @@ class Nystrom:
         among = replace(here, queries=self.landmarks, query_position=at_query)
         summary = run_within(replace(whole, q=q_mark, visibility=there))
         table = _REFERENCE.weights(replace(whole, q=q_mark, k=k_mark, v=k_mark, visibility=among))
-        if queries.keep is not None:
-            # A landmark of no query has no row; without it, padding leaves A⁺ as it is.
-            table = zero_where_not(queries.lengths(table.device) > 0, table)
         values = self._solve(table, summary)
         if keys.keep is not None:
             # With fewer keys than landmarks each key is one, and F is the table itself.
             values = torch.where(keys.kept.unsqueeze(-1) <= self.landmarks, keys.mean(whole.v), values)
-        out = run_within(replace(whole, k=k_mark, v=values, visibility=here)).to(problem.q.dtype)
+        out = run_within(replace(whole, k=k_mark, v=values, visibility=here))
+        if queries.keep is not None:
+            # With fewer queries than landmarks each query is one, and has read the keys itself.
+            out = torch.where(queries.kept.unsqueeze(-1) <= self.landmarks, queries.spread(summary), out)
+        out = out.to(problem.q.dtype)
         return out if sees is None else zero_where_not(sees, out)
 
     def _all(self, problem: Problem) -> bool:
@@ -151,13 +152,12 @@ class Nystrom:
             counts = keys.lengths(whole.q.device).to(whole.q.dtype).log().unsqueeze(-2)
         if bias is None:
             return counts
-        if keys.keep is not None:
-            bias = torch.where(keys.keep.unsqueeze(-2), bias, 0.0)
         mean = keys.mean(bias.expand(*bias.shape[:-1], keys.tokens).to(whole.q.dtype).mT).mT
         return mean if counts is None else mean + counts
 
     def _solve(self, table: Tensor, summary: Tensor) -> Tensor:
-        """A⁺ b (…, landmarks, d_v); NaN for a table that is not finite, where a decomposition would raise."""
+        """A⁺ b (…, landmarks, d_v)."""
+        # A NaN, which a decomposition would raise for, is in b as well, and so in the result.
         finite = table.detach().isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
         # Few numbers, and squared: in float32 the ridge would drown in rounding.
         A, b = torch.where(finite, table, 0.0).double(), summary.double()
@@ -166,7 +166,7 @@ class Nystrom:
             x: Tensor = torch.linalg.solve(damped, A.mT @ b)
         else:
             x = torch.linalg.pinv(A, rtol=self.landmarks * torch.finfo(table.dtype).eps) @ b
-        return torch.where(finite, x, math.nan).to(summary.dtype)
+        return x.to(summary.dtype)
 
     def cost(self, problem: Problem) -> Cost:
         place, size = problem.visibility, torch.finfo(problem.wide).bits // 8
