@@ -95,7 +95,8 @@ class Sparse:
             return f"the whole table of a head has only {table} scores"
         share = band.scores() / table
         if share > SHARE:
-            return f"its blocks would compute {share:.0%} of the table"
+            # No format of a float: a compiler that traces any n has none.
+            return f"its blocks would compute more than {SHARE:.0%} of the table"
         return None
 
     def compiles(self, problem: Problem) -> bool:
