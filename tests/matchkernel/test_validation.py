@@ -64,7 +64,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query_position": _zeros(4, 3, 5)}, ValueError, r"query_position has shape \(4, 3, 5\), expected \(2, 3, 5\)"),
     ({"query_position": _zeros(5, dtype=torch.bool)}, TypeError, "query_position has dtype torch.bool: expected"),
     ({"key_position": _zeros(7, dtype=torch.complex64)}, TypeError, "key_position has dtype torch.complex64"),
-    ({"engine": "flash"}, ValueError, "engine='flash': expected \"auto\" or one of 'fused', 'tiled', 'reference'"),
+    (
+        {"engine": "flash"},
+        ValueError,
+        "engine='flash': expected \"auto\" or one of 'linear', 'sparse', 'fused', 'tiled', 'reference'",
+    ),
     ({"kernel": mk.Cosine(torch.ones(4))}, ValueError, r"one entry per head has shape \(4,\).*4 heads at dimension -3"),
     ({"normalizer": mk.SinkSoftmax(torch.ones(2))}, ValueError, r"one entry per head has shape \(2,\).*2 heads"),
 ]  # fmt: skip
