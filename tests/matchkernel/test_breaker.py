@@ -97,7 +97,11 @@ def test_explain_says_when_the_fused_engine_holds_a_table() -> None:
     n = 512
     q, k, v = torch.zeros(3, 1, 1, n, 8)
     plain = [{}, {"causal": True}, {"mask": torch.ones(n, dtype=torch.bool)}]
-    tables = [{"window": 16, "engine": "fused"}, {"causal": True, "query_position": torch.arange(n)}, {"mask": torch.zeros(n, n)}]
+    tables = [
+        {"window": 16, "engine": "fused"},
+        {"causal": True, "query_position": torch.arange(n)},
+        {"mask": torch.zeros(n, n)},
+    ]
     for setting in plain:
         told = mk.explain(q, k, v, **setting)
         assert "n × m mask" not in told.reason and told.peak_bytes < n * n

@@ -128,16 +128,19 @@ class _CausalALiBi(DotKernel):
         shifted = slope * (2.0**18 + 1.0)
         high = slope + (shifted - (shifted - slope) - slope).detach()
         low = (slope - high).detach()
+        zero = torch.zeros_like(high)
         return Parts(
             q[..., :0],
             k[..., :0],
-            fine_q=torch.cat([16.0 * high, -high * here / 16.0, 16.0 * low, -low * here / 16.0], -1),
-            fine_k=torch.cat([there / 16.0, one, there / 16.0, one], -1),
+            # Some matrix products keep a sum of the even coordinates and one of the odd: with a 0 between them, the two
+            # that cancel follow each other in those too.
+            fine_q=torch.cat([16.0 * high, zero, -high * here / 16.0, 16.0 * low, zero, -low * here / 16.0], -1),
+            fine_k=torch.cat([there / 16.0, one, one, there / 16.0, one, one], -1),
         )
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int:
-        """A product and a sum for each of four coordinates."""
-        return 8
+        """A product and a sum for each of six coordinates."""
+        return 12
 
     def extra_repr(self) -> str:
         return repr(self.kernel)
