@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import peaks
 import peers
 import roofline
 import targets
@@ -175,14 +176,7 @@ def main() -> None:
     chosen = [group for group in GROUPS if not arguments.only or group.what in arguments.only]
     stored = same_machine(name, device) if arguments.renew else {"rows": [], "roofline": None}
     kept = [row for row in stored["rows"] if row["what"] not in {group.what for group in chosen}]
-    rows: list[Row] = []
-    for group in chosen:
-        for n, repeats in group.lengths.items():
-            for backward in (False, True):
-                print(f"{group.what}, n = {n}{', with backward' if backward else ''}", flush=True)
-                new = compare(group, n, max(3, round(repeats * arguments.repeats)), backward, device)
-                show(new)
-                rows += new
+    rows = rows_of(chosen, arguments.repeats, device)
     if arguments.only and not arguments.renew:
         return
     order = [group.what for group in GROUPS]
@@ -193,6 +187,34 @@ def main() -> None:
     gpu = "measured" if device != "cpu" else "not measured: python benchmarks/bench_kernels.py --device cuda does it"
     sections = {"gpu": gpu, "peers": peers.installed(), "targets": judged, "roofline": roof}
     print(store(name, rows, __doc__ or "", device=device, **sections))
+
+
+def rows_of(groups: list[Group], repeats: float, device: str = "cpu") -> list[Row]:
+    """Every group at each of its lengths, forward and with backward, printed as it goes."""
+    rows: list[Row] = []
+    for group in groups:
+        for n, rounds in group.lengths.items():
+            for backward in (False, True):
+                print(f"{group.what}, n = {n}{', with backward' if backward else ''}", flush=True)
+                new = compare(group, n, max(3, round(rounds * repeats)), backward, device)
+                show(new)
+                rows += new
+    return rows
+
+
+def time_slope(build: Build, way: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """The exponent of the time of a causal way in n, forward and with backward."""
+    found = []
+    for backward in (False, True):
+        times: dict[int, float] = {}
+        for n in lengths:
+            inputs = Inputs.draw(n, True)
+            made = build(inputs)
+            call = step(made.call, made.leaves, inputs.upstream, backward)
+            times[n] = measure({way: call}, baseline=way, repeats=5 if n < 8192 else 3, clock=clock("cpu"))[way]["ms"]
+        fitted = round(peaks.slope(list(times), list(times.values())), 3)
+        found.append({"of": "time", "backward": backward, "ms": times, "slope": fitted, "must": 1.1, "aim": 1.05})
+    return found
 
 
 def same_machine(name: str, device: str) -> dict[str, Any]:

@@ -6,15 +6,12 @@ b · h = 8, d = 64, float32. `python benchmarks/bench_linear.py --repeats 0.3` f
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable
-from typing import Any
 
 import peers
 import targets
 import torch
-from bench_kernels import Group, compare, show
-from harness import Row, clock, measure, one_thread, step, store
+from bench_kernels import Group, rows_of, time_slope
+from harness import one_thread, store
 from targets import Line
 from ways import WIDTH, Build, Inputs, Way
 
@@ -111,41 +108,18 @@ LINES = [
 ]  # fmt: skip
 
 
-def slope(lengths: tuple[int, ...], backward: bool) -> dict[str, Any]:
-    """The exponent of time in n, by least squares on logarithms."""
-    times: dict[str, float] = {}
-    for n in lengths:
-        inputs = Inputs.draw(n, True)
-        way = ours(mk.EluFeatures())(inputs)
-        call: Callable[[], object] = step(way.call, way.leaves, inputs.upstream, backward)
-        times[str(n)] = measure({OURS: call}, baseline=OURS, repeats=3, clock=clock("cpu"))[OURS]["ms"]
-    x = torch.tensor([math.log(float(n)) for n in times], dtype=torch.float64)
-    y = torch.tensor([math.log(t) for t in times.values()], dtype=torch.float64)
-    x, y = x - x.mean(), y - y.mean()
-    return {"backward": backward, "ms": times, "slope": round(float((x * y).sum() / x.square().sum()), 3), "must": 1.1}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=float, default=1.0, help="multiply the rounds, e.g. 0.3 for a quick look")
     parser.add_argument("--only", nargs="+", metavar="WHAT", help="these groups; printed and not stored")
     arguments = parser.parse_args()
     one_thread()
-    rows: list[Row] = []
-    for group in GROUPS:
-        if arguments.only and group.what not in arguments.only:
-            continue
-        for n, repeats in group.lengths.items():
-            for backward in (False, True):
-                print(f"{group.what}, n = {n}{', with backward' if backward else ''}", flush=True)
-                new = compare(group, n, max(3, round(repeats * arguments.repeats)), backward, "cpu")
-                show(new)
-                rows += new
+    rows = rows_of([group for group in GROUPS if not arguments.only or group.what in arguments.only], arguments.repeats)
     judged = targets.judge(rows, LINES)
     print(targets.table(judged))
     if arguments.only:
         return
-    slopes = [slope(tuple(2**i for i in range(9, 16)), backward) for backward in (False, True)]
+    slopes = time_slope(ours(mk.EluFeatures()), OURS, [2**i for i in range(9, 16)])
     for found in slopes:
         print(f"slope of time, n = 512 … 32768{', with backward' if found['backward'] else ''}: {found['slope']}")
     print(store("linear", rows, __doc__ or "", peers=peers.linear_peers(), targets=judged, slopes=slopes))

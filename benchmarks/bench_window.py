@@ -16,8 +16,8 @@ import peaks
 import peers
 import targets
 import torch
-from bench_kernels import Group, compare, show
-from harness import Row, clock, measure, one_thread, step, store
+from bench_kernels import Group, rows_of, time_slope
+from harness import one_thread, store
 from targets import Line
 from ways import Build, Inputs, Way
 
@@ -90,18 +90,6 @@ LINES = [
 ]
 
 
-def slope(backward: bool) -> dict[str, Any]:
-    """The exponent of time in n."""
-    times: dict[int, float] = {}
-    for n in LENGTHS:
-        inputs = Inputs.draw(n, True)
-        way = ours(inputs)
-        call = step(way.call, way.leaves, inputs.upstream, backward)
-        times[n] = measure({OURS: call}, baseline=OURS, repeats=5 if n < 8192 else 3, clock=clock("cpu"))[OURS]["ms"]
-    fitted = peaks.slope(list(times), list(times.values()))
-    return {"of": "time", "backward": backward, "ms": times, "slope": round(fitted, 3), "must": 1.1, "aim": 1.05}
-
-
 def peak_of(n: int) -> float:
     """MiB of one step with backward, in this process."""
     for length in (512, n):
@@ -155,21 +143,12 @@ def main() -> None:
     if arguments.peak:
         print(peak_of(arguments.peak))
         return
-    rows: list[Row] = []
-    for group in GROUPS:
-        if arguments.only and group.what not in arguments.only:
-            continue
-        for n, repeats in group.lengths.items():
-            for backward in (False, True):
-                print(f"{group.what}, n = {n}{', with backward' if backward else ''}", flush=True)
-                new = compare(group, n, max(3, round(repeats * arguments.repeats)), backward, "cpu")
-                show(new)
-                rows += new
+    rows = rows_of([group for group in GROUPS if not arguments.only or group.what in arguments.only], arguments.repeats)
     judged = targets.judge(rows, LINES)
     print(targets.table(judged))
     if arguments.only:
         return
-    slopes = [slope(False), slope(True), memory()]
+    slopes = [*time_slope(ours, OURS, LENGTHS), memory()]
     for found in slopes:
         print(f"slope of {found['of']}{', with backward' if found['backward'] else ''}: {found['slope']}")
     long = long_run()

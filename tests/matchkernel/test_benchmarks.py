@@ -33,7 +33,7 @@ def stored(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / "results" / f"{name}.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", ["fused", "kernels", "lengths", "memory", "multihead", "ring"])
+@pytest.mark.parametrize("name", ["fused", "kernels", "lengths", "linear", "memory", "multihead", "ring", "window"])
 def test_a_result_says_where_and_when_it_was_taken(name: str) -> None:
     machine = stored(name)["machine"]
     assert machine["threads"] == 1

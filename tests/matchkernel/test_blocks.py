@@ -1,8 +1,6 @@
 """Blocks: what the reference computes with the pattern as a mask, in memory that does not hold the table."""
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from matchkernel.engines import _flex, _gathered_fused, blocks
 sys.path.insert(0, str(Path(__file__).parent))
 import kernels_under_test
 from oracle import draw, inputs
+from peak import measurable, peaks
 
 Tensor = torch.Tensor
 N, BLOCK = 29, 4
@@ -325,45 +324,9 @@ def test_explain_says_that_pairs_are_left_out() -> None:
     assert explanation.flops == 7 * 16 * 16 * 2 * (2 * 8 + 2 * 8)
 
 
-SCRIPT = """
-import sys, torch
-import matchkernel as mk
-torch.set_num_threads(1)
-
-def status(name):
-    for line in open("/proc/self/status"):
-        if line.startswith(name):
-            return int(line.split()[1]) / 1024
-
-def step(n):
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, 4, n, 32, generator=generator).requires_grad_() for _ in range(3)]
-    engine = {engine}
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")
-    out = mk.attend(*leaves, engine=engine, {setting})
-    torch.autograd.grad(out, leaves, torch.ones_like(out))
-    return status("VmHWM") - before
-
-for n in (256, 512):
-    step(n)
-print(step({n}))
-"""
-
-
-def peak(engine: str, n: int, setting: str = "causal=True") -> float:
-    """MiB held at most by one forward and backward in a fresh process."""
-    script = SCRIPT.format(engine=engine, n=n, setting=setting)
-    given_back = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ | given_back
-    )
-    return float(done.stdout)
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
+@measurable
 @pytest.mark.parametrize("kernel", ["None", "mk.Laplacian(1.0)"])
 def test_memory_grows_with_the_length_and_not_with_its_square(kernel: str) -> None:
     engine = "mk.Blocks(mk.BlockPattern.bigbird(n, 64, generator=generator, random=1))"
-    short, long = (peak(engine, n, f"kernel={kernel}, causal=True") for n in (1024, 4096))
+    short, long = peaks(f"engine={engine}, kernel={kernel}, causal=True", 1024, 4096, heads=4, width=32)
     assert math.log(long / short) / math.log(4) <= 1.1

@@ -1,8 +1,6 @@
 """The linear engine: what the table gives, without the table."""
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import draw
+from peak import measurable, peaks
 from torch.testing import assert_close
 
 import matchkernel as mk
@@ -307,38 +306,11 @@ def test_one_chunk_is_at_least_one_token() -> None:
             mk.Linear(chunk=chunk)  # type: ignore[arg-type]
 
 
-SCRIPT = """
-import torch, matchkernel as mk
-torch.set_num_threads(1)
-
-def status(name):
-    for line in open("/proc/self/status"):
-        if line.startswith(name):
-            return int(line.split()[1]) / 1024
-
-def step(n):
-    leaves = [torch.randn(1, 2, n, 64).requires_grad_() for _ in range(3)]
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")
-    out = mk.attend(*leaves, mk.EluFeatures(), causal=True)
-    assert "linear" in str(mk.explain(*leaves, mk.EluFeatures(), causal=True))
-    torch.autograd.grad(out, leaves, torch.ones_like(out))
-    return status("VmHWM") - before
-
-for n in (512, 1024):
-    step(n)
-print(step(8192))
-"""
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peak memory is read from Linux")
+@measurable
 def test_no_table_is_formed_forward_or_backward() -> None:
     """Output, its gradient, three more and the states: some 7 tensors of 4 MiB; a table would have 512."""
-    freed = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=os.environ | freed
-    )
-    assert float(done.stdout) < 64
+    (held,) = peaks("kernel=mk.EluFeatures(), causal=True, engine='linear'", 8192)
+    assert held < 64
 
 
 def test_the_fast_way_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:

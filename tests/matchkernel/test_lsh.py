@@ -1,8 +1,6 @@
 """The hashes and their collision laws; the LSH engine against the reference with the mask of who shares a bucket."""
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from matchkernel.hashing import CrossPolytopeHash, SignHash, collision_probabili
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import draw, inputs
+from peak import measurable, peaks
 
 Tensor = torch.Tensor
 Setting = dict[str, Any]
@@ -286,38 +285,9 @@ def test_arguments_and_what_it_says_of_itself() -> None:
         torch.func.vmap(lambda x: mk.attend(x, k, v, engine=engine))(torch.stack([q, q]))
 
 
-SCRIPT = """
-import torch
-import matchkernel as mk
-torch.set_num_threads(1)
-
-def status(name):
-    for line in open("/proc/self/status"):
-        if line.startswith(name):
-            return int(line.split()[1]) / 1024
-
-def step(n):
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, 2, n, 32, generator=generator).requires_grad_() for _ in range(3)]
-    engine = mk.LSH(n // 32, 2, generator=generator)
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")
-    out = mk.attend(*leaves, causal=True, engine=engine)
-    torch.autograd.grad(out, leaves, torch.ones_like(out))
-    return status("VmHWM") - before
-
-for n in (256, 512):
-    step(n)
-print(*(step(n) for n in {lengths}))
-"""
-
-
+@measurable
 def test_memory_grows_with_the_tokens() -> None:
     lengths = (2**12, 2**14)
-    given_back = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(lengths=lengths)], capture_output=True, text=True, check=True,
-        env=os.environ | given_back,
-    )  # fmt: skip
-    short, long = map(float, done.stdout.split())
+    engine = "mk.LSH(n // 32, 2, generator=generator)"
+    short, long = peaks(f"causal=True, engine={engine}", *lengths, width=32)
     assert math.log(long / short) / math.log(lengths[1] / lengths[0]) <= 1.1

@@ -1,8 +1,6 @@
 """The sparse engine: windows in blocks against the reference with the same mask, and no table held."""
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from matchkernel.masks import Visibility, check_window
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import by_loop, draw, inputs
+from peak import measurable, peaks
 
 Tensor = torch.Tensor
 Setting = dict[str, Any]
@@ -491,49 +490,18 @@ def test_counts_of_a_window_with_hidden_keys_form_no_table(monkeypatch: pytest.M
                 assert torch.equal(seen.expand(2, m), table.any(-2))
 
 
-SCRIPT = """
-import sys, torch
-import matchkernel as mk
-torch.set_num_threads(1)
-
-def status(name):
-    for line in open("/proc/self/status"):
-        if line.startswith(name):
-            return int(line.split()[1]) / 1024
-
-def step(n):
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, 2, n, 64, generator=generator).requires_grad_() for _ in range(3)]
-    mask = torch.arange(n) % 7 > 0
-    setting = dict({setting})
-    before = status("VmRSS")
-    open("/proc/self/clear_refs", "w").write("5")
-    out = mk.attend(*leaves, **setting)
-    torch.autograd.grad(out, leaves, torch.ones_like(out))
-    return status("VmHWM") - before
-
-for n in (256, 512):
-    step(n)
-print(*(step(n) for n in {lengths}))
-"""
-
-
+@measurable
 @pytest.mark.parametrize(
     "setting",
     [
         "causal=True, window=128",
-        "window=(60, 70), mask=mask, normalizer=mk.ScalableSoftmax(), engine='sparse'",
-        "causal=True, window=32, engine=mk.Sparse(dilation=4, sinks=4), mask=mask",
+        "window=(60, 70), mask=torch.arange(n) % 7 > 0, normalizer=mk.ScalableSoftmax(), engine='sparse'",
+        "causal=True, window=32, engine=mk.Sparse(dilation=4, sinks=4), mask=torch.arange(n) % 7 > 0",
     ],
 )
 def test_memory_grows_with_the_tokens(setting: str) -> None:
     """Up to 2¹⁵ tokens, where a table of booleans alone would be 1 GiB, and one of float32 for two heads 8."""
     lengths = (2**12, 2**15)
-    given_back = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    script = SCRIPT.format(setting=setting, lengths=lengths)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=os.environ | given_back
-    )
-    short, long = map(float, done.stdout.split())
+    short, long = peaks(setting, *lengths)
     assert math.log(long / short) / math.log(lengths[1] / lengths[0]) <= 1.1
     assert long < 400

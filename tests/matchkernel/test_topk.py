@@ -15,7 +15,8 @@ from matchkernel.engines import topk
 sys.path.insert(0, str(Path(__file__).parent))
 import kernels_under_test
 from oracle import draw, inputs
-from test_blocks import gradients, peak
+from peak import measurable, peaks
+from test_blocks import gradients
 
 Tensor = torch.Tensor
 N, M = 13, 17
@@ -237,7 +238,7 @@ def test_explain_says_what_is_seen() -> None:
     assert explanation.flops == 2 * N * (M * 2 * 4 + 5 * (2 * 4 + 2 * 3))
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak of resident memory")
+@measurable
 def test_memory_grows_with_the_length_and_not_with_its_square() -> None:
-    short, long = (peak("mk.TopK(32)", n) for n in (1024, 4096))
+    short, long = peaks("causal=True, engine=mk.TopK(32)", 1024, 4096, heads=4, width=32)
     assert math.log(long / short) / math.log(4) <= 1.1

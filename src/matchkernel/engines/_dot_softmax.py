@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels.base import DotKernel, MatchKernel
 from ..normalizers import SoftmaxFamily
 from . import _torch_private
-from .problem import Problem, zero_where_not
+from .problem import NOTHING_TO_COMPUTE, Problem, zero_where_not
 
 
 def form(problem: Problem) -> MatchKernel:
@@ -31,7 +31,7 @@ def refuse(problem: Problem) -> str | None:
     if bias is not None and bias.requires_grad:
         return "a mask that needs a gradient leaves torch's fused kernel"
     if 0 in (problem.pairs, q.shape[-1], v.shape[-1]):
-        return "there is nothing to compute: a length or a width is 0"
+        return NOTHING_TO_COMPUTE
     if not with_logsumexp(q.device) and type(normalizer).remainder is not SoftmaxFamily.remainder:
         return f"{type(normalizer).__name__} needs each row's log-sum-exp, which only torch's private CPU call returns"
     return None

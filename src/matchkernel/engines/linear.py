@@ -11,12 +11,12 @@ from torch import Tensor
 from ..kernels.encoding import leaves
 from ..kernels.feature_base import FeatureKernel
 from ..normalizers import SoftmaxFamily
-from . import _linear_exact, _torch_private
+from . import _linear_exact
 from ._encoding import four
 from ._linear_chunks import Layout
 from ._linear_exact import Operands
 from ._linear_function import Job, LinearAttention, Maps, bare, run
-from .problem import Cost, Problem, traffic, zero_where_not
+from .problem import NOTHING_TO_COMPUTE, Cost, Problem, traffic, why_not_by_hand, zero_where_not
 
 FEW, MANY = 2**16, 2**19
 """Scores of one batch entry, and of all, up to which "auto" leaves a problem to the reference, as `tiled` does."""
@@ -67,13 +67,9 @@ class Linear:
             return "the mask has a row per query, and the sums are the same for all"
         if place.causal and not place.aligned:
             return "causal order by positions of one's own is no order of the rows"
-        if torch.compiler.is_compiling():
-            return "its loops are not for torch.compile to unroll"
-        if _torch_private.transforming():
-            return "vmap, jvp and the other function transforms need plain operations"
-        if 0 in (problem.pairs, problem.v.shape[-1], problem.q.shape[-1], problem.k.shape[-1]):
-            return "there is nothing to compute: a length or a width is 0"
-        return None
+        if 0 in (problem.q.shape[-1], problem.k.shape[-1]):
+            return NOTHING_TO_COMPUTE
+        return why_not_by_hand(problem)
 
     def declines(self, problem: Problem) -> str | None:
         entries = max(1, problem.batch[:-1].numel())

@@ -11,7 +11,7 @@ from ..kernels.base import DotKernel
 from ..kernels.dot import Dot
 from ..masks import Visibility
 from ._padding import run_within, why_not_padding
-from .problem import Cost, Problem, traffic, zero_where_not
+from .problem import NOTHING_TO_COMPUTE, Cost, Problem, traffic, zero_where_not
 
 
 class Linformer(nn.Module):
@@ -88,7 +88,7 @@ class Linformer(nn.Module):
         if problem.dropout:
             return "dropout would drop mixed keys, which are no keys"
         if 0 in (problem.pairs, problem.q.shape[-1], problem.v.shape[-1]):
-            return "there is nothing to compute: a length or a width is 0"
+            return NOTHING_TO_COMPUTE
         if k.shape[-2] > self.length:
             return f"k has shape {tuple(k.shape)}: expected at most {self.length} keys, which E and F have columns for"
         for name, x in (("k", k), ("v", problem.v)):

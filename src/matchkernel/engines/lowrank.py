@@ -15,7 +15,7 @@ from ..masks import Visibility
 from ..normalizers import SoftmaxFamily
 from ._padding import run_within, why_not_padding
 from ._segments import Segments
-from .problem import Cost, Problem, traffic, zero_where_not
+from .problem import NOTHING_TO_COMPUTE, Cost, Problem, traffic, zero_where_not
 from .reference import Reference
 
 _REFERENCE = Reference()
@@ -86,7 +86,7 @@ class Nystrom:
         if problem.dropout:
             return "dropout needs a table of weights to drop from"
         if 0 in (problem.pairs, problem.q.shape[-1], problem.v.shape[-1]):
-            return "there is nothing to compute: a length or a width is 0"
+            return NOTHING_TO_COMPUTE
         return None
 
     def declines(self, problem: Problem) -> str | None:

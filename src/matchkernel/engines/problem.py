@@ -12,6 +12,7 @@ from ..kernels.base import MatchKernel
 from ..masks import Visibility
 from ..normalizers import Normalizer
 from ..shapes import broadcast, split
+from . import _torch_private
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,18 @@ class Engine(Protocol):
 
     def reason(self, problem: Problem) -> str:
         """Why this engine is the right one here, in a sentence."""
+
+
+NOTHING_TO_COMPUTE = "there is nothing to compute: a length or a width is 0"
+
+
+def why_not_by_hand(problem: Problem) -> str | None:
+    """Why an engine that goes through its work in loops and has a backward of its own cannot run here, or None."""
+    if torch.compiler.is_compiling():
+        return "its loops are not for torch.compile to unroll"
+    if _torch_private.transforming():
+        return "vmap, jvp and the other function transforms need plain operations"
+    return NOTHING_TO_COMPUTE if 0 in (problem.pairs, problem.v.shape[-1]) else None
 
 
 def zero_where_not(keep: Tensor, x: Tensor) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 from ..kernels.encoding import Encoding, leaves
 from ..kernels.feature_base import may_be_zero, why_no_score
 from ..kernels.tiles import Tiles
-from . import _compiled, _tile, _torch_private
+from . import _compiled, _tile
 from ._encoding import four, rebuild
 from ._match_form import MatchForm, heads_alike
 from ._schedule import Limits, limits, schedule
 from ._tiled_function import Job, Operands, Prepared, TiledAttention, run
 from ._tiled_rows import Row, RowAttention
-from .problem import Cost, Problem, product_flops, traffic, zero_where_not
+from .problem import Cost, Problem, product_flops, traffic, why_not_by_hand, zero_where_not
 
 QUERIES, KEYS = 256, 1024
 """The largest tile of one head. Its scores, a megabyte in float32, fit beside its operands in a core's own cache."""
@@ -68,13 +68,7 @@ class Tiled:
             return f"{problem.kernel!r} may have κ = 0, whose score −inf tiles keep for what is forbidden"
         if problem.dropout:
             return "dropout would have to draw the same weights again in the backward pass"
-        if torch.compiler.is_compiling():
-            return "its loops are not for torch.compile to unroll"
-        if _torch_private.transforming():
-            return "vmap, jvp and the other function transforms need plain operations"
-        if 0 in (problem.pairs, problem.v.shape[-1]):
-            return "there is nothing to compute: a length or a width is 0"
-        return None
+        return why_not_by_hand(problem)
 
     def declines(self, problem: Problem) -> str | None:
         entries = max(1, problem.batch[:-1].numel())

@@ -11,11 +11,10 @@ from ..kernels.base import MatchKernel
 from ..kernels.encoding import leaves
 from ..kernels.feature_base import why_no_score
 from ..masks import Visibility
-from . import _torch_private
 from ._encoding import four, rebuild
 from ._gather import Chunk, Plan, sizes
 from ._gathered import attend_gathered
-from .problem import Cost, Problem, product_flops, traffic, zero_where_not
+from .problem import Cost, Problem, product_flops, traffic, why_not_by_hand, zero_where_not
 from .reference import Reference
 
 SCORES = 2**20
@@ -152,13 +151,7 @@ def refuse_gathered(problem: Problem) -> str | None:
     """Why a problem cannot be computed from fetched keys, whatever the plan, or None."""
     if problem.dropout:
         return "dropout would have to draw the same weights again in the backward pass"
-    if torch.compiler.is_compiling():
-        return "its loops are not for torch.compile to unroll"
-    if _torch_private.transforming():
-        return "vmap, jvp and the other function transforms need plain operations"
-    if 0 in (problem.pairs, problem.v.shape[-1]):
-        return "there is nothing to compute: a length or a width is 0"
-    return None
+    return why_not_by_hand(problem)
 
 
 def with_all_heads(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
