@@ -36,11 +36,16 @@ def settled(x: Tensor) -> Tensor:
     return result
 
 
+def product(a: Tensor, b: Tensor, beside: Tensor | None = None) -> Tensor:
+    """a (i, c), b (j, c) → a bᵀ (i, j), plus `beside` (j,) in every row: the same for one pair, as a plain function."""
+    if _linear is None or a.dtype != torch.float32 or a.device.type != "cpu" or 0 in (*a.shape, *b.shape):
+        return a @ b.mT if beside is None else torch.addmm(beside, a, b.mT)
+    result: Tensor = _linear(a.contiguous(), b, beside, "none", [], "")
+    return result
+
+
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    if _linear is None or a.dtype != torch.float32 or (a.shape[0], b.shape[0]) != (1, 1) or 0 in (*a.shape, *b.shape):
-        return a @ b.mT
-    result: Tensor = _linear(a[0].contiguous(), b[0], None, "none", [], "")
-    return result.unsqueeze(0)
+    return product(a[0], b[0]).unsqueeze(0) if len(a) == len(b) == 1 else a @ b.mT
 
 
 def _shape(a: Tensor, b: Tensor) -> Tensor:

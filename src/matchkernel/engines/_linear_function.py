@@ -144,12 +144,12 @@ class LinearAttention(torch.autograd.Function):
         count = len(ctx.needs_input_grad) - 1
         tensors = saved[:count]
         if torch.is_grad_enabled() or ctx.lost:
-            return None, *_again(job, tensors, ctx.needs_input_grad[1:], grads[0])
+            return None, *again(job, tensors, ctx.needs_input_grad[1:], grads[0])
         out, share, beside = saved[count + ctx.buffers :]
         return None, *pull(job, tensors, ctx.needs_input_grad[1:], grads[0], out, share, beside, ctx.sums)
 
 
-def _again(
+def again(
     job: Job, tensors: tuple[Tensor | None, ...], needed: tuple[bool, ...], grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     """The gradients by differentiable operations."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.encoding import leaves
 from ..kernels.feature_base import FeatureKernel
 from ..normalizers import SoftmaxFamily
-from . import _linear_exact
+from . import _linear_exact, _linear_plain
 from ._encoding import four
 from ._linear_chunks import Layout
 from ._linear_exact import Operands
@@ -88,13 +88,37 @@ class Linear:
         job, tensors = self._job(problem)
         if job is None:
             out = self._by_whole(problem)
-        elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-            out = LinearAttention.apply(job, *tensors)  # type: ignore[no-untyped-call]
         else:
-            out = run(job, tensors, keep=False)[0]
+            recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+            by_map = self._by_map(problem, job, tensors, recorded)
+            if by_map is not None:
+                out = by_map
+            elif recorded:
+                out = LinearAttention.apply(job, *tensors)  # type: ignore[no-untyped-call]
+            else:
+                out = run(job, tensors, keep=False)[0]
         out = out.reshape(*batch, *out.shape[-2:]).to(problem.q.dtype)
         sees = place.query_sees
         return out if sees is None or job is not None else zero_where_not(sees, out)
+
+    def _by_map(
+        self, problem: Problem, job: Job, tensors: tuple[Tensor | None, ...], recorded: bool
+    ) -> Tensor | None:
+        """The output by the feature map that the kernel ships; None where it ships none, or none for such tokens."""
+        q, k, v, bias, one, *_ = tensors
+        assert isinstance(problem.kernel, FeatureKernel) and q is not None and k is not None and v is not None
+        if bias is not None or one is not None:
+            return None
+        mapping = _linear_plain.map_for(job, problem.kernel, q, k, v)
+        if mapping is None:
+            return None
+        with torch.no_grad():
+            found = _linear_plain.run(job, mapping, q, k, v)
+        if found is None:
+            return None
+        if not recorded:
+            return found.out
+        return _linear_plain.PlainLinear.apply(job, mapping, found, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
     def _job(self, problem: Problem) -> tuple[Job | None, tuple[Tensor | None, ...]]:
         """What `LinearAttention` takes; None for a kernel whose maps are not to be called with a few tokens."""

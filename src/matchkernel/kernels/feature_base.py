@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .base import MatchKernel
 from .encoding import Encoding, leaves
+from .feature_maps import FeatureMap
 from .pairs import lifted
 
 LEAST = -1e4
@@ -90,6 +91,15 @@ class FeatureKernel(MatchKernel):
     def feature_count(self, width: int) -> int | None:
         """How many features a token of that width has; None when nobody has said."""
         return None
+
+    def feature_map(self, dtype: torch.dtype) -> FeatureMap | None:
+        """The map of both sides as its author wrote it for sums of that dtype; None to have `features` used."""
+        return None
+
+    def _maps_as(self, owner: type[FeatureKernel]) -> bool:
+        """Whether the maps are still those of `owner`: a subclass with others has not the map that it ships."""
+        names = ("features", "query_features", "key_features", "encode")
+        return all(getattr(type(self), name) is getattr(owner, name) for name in names)
 
     def kappa(
         self, q: Tensor, k: Tensor, query_position: Tensor | None = None, key_position: Tensor | None = None

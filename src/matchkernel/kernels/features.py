@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .base import Fact
 from .feature_base import FeatureKernel, Features
+from .feature_maps import EluMap, FeatureMap
 
 
 class EluFeatures(FeatureKernel):
@@ -41,6 +42,9 @@ class EluFeatures(FeatureKernel):
         # In place where autograd keeps nothing of what is overwritten: fresh memory costs as much as the arithmetic.
         values = ((x - above).sub_(top).exp_() + above).div_(size)
         return Features(values, (top + size.log()).squeeze(-1))
+
+    def feature_map(self, dtype: torch.dtype) -> FeatureMap | None:
+        return EluMap() if self._maps_as(EluFeatures) else None
 
     def feature_count(self, width: int) -> int:
         return width

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .base import Fact
 from .feature_base import FeatureKernel, Features
+from .feature_maps import ExponentialMap, FeatureMap
 from .features import _count, _fourth_root, _largest
 from .values import HeadValue, hold, show
 
@@ -108,6 +109,12 @@ class FavorFeatures(_RandomFeatures):
         top = _largest(exponent)
         values = (exponent - top).exp() / math.sqrt(self.count)
         return Features(values, top.squeeze(-1) - _half_square(x))
+
+    def feature_map(self, dtype: torch.dtype) -> FeatureMap | None:
+        if not self._maps_as(FavorFeatures) or torch.promote_types(dtype, self.projection.dtype) != dtype:
+            return None
+        scale = _fourth_root(self.dim)
+        return ExponentialMap(self.projection.to(dtype) * scale, scale)
 
 
 class HyperbolicFeatures(_RandomFeatures):
