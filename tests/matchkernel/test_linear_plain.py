@@ -12,7 +12,7 @@ from oracle import draw
 from torch.testing import assert_close
 
 import matchkernel as mk
-from matchkernel.engines import _linear_plain
+from matchkernel.engines import _linear_plain, linear
 
 Tensor = torch.Tensor
 FAVOR = mk.FavorFeatures(5, 12, generator=torch.Generator().manual_seed(5)).double()
@@ -117,6 +117,28 @@ def test_tokens_out_of_range_are_measured_one_by_one(kernel: mk.FeatureKernel, c
     for one, two in zip(found_by(inputs, kernel, "linear"), found_by(inputs, kernel, "reference"), strict=True):
         assert_close(one, two, rtol=1e-9, atol=1e-13)
     assert ran == [False]
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("where", [3, 100, 299])
+@pytest.mark.parametrize("setting", ["", "mask", "sink"])
+def test_a_segment_out_of_range_among_others(
+    kernel: mk.FeatureKernel, where: int, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In causal order, sums in units of 1 and sums in a unit of their own meet, either of them first."""
+    monkeypatch.setattr(linear, "TOKENS", 256)  # 64 of each head
+    q, k, v = (x.detach().clone() for x in tensors(300, 310))
+    k[:, :, where].abs_().mul_(1e11 if kernel is KERNELS["elu"] else 30.0)
+    q[:, :, 200].abs_().mul_(1e11 if kernel is KERNELS["elu"] else 30.0)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    settings: dict[str, dict[str, Any]] = {
+        "": {},
+        "mask": {"mask": torch.where(torch.arange(310) % 7 == 2, -torch.inf, draw(310, seed=4))},
+        "sink": {"normalizer": mk.SinkSoftmax(0.5)},
+    }
+    found = [found_by(inputs, kernel, engine, causal=True, **settings[setting]) for engine in ("linear", "reference")]
+    for one, two in zip(*found, strict=True):
+        assert_close(one, two, rtol=1e-9, atol=1e-12 * max(1.0, two.abs().max().item()))
 
 
 def test_what_is_not_a_number_stays_in_its_row(ran: list[bool]) -> None:

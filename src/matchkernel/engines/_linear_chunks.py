@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,20 +13,20 @@ from ..shapes import split
 
 Pull = Callable[[Tensor, Callable[[], Tensor] | None], None]
 """Takes the gradients of a segment's features and, asked for if somebody needs it, of their log scales back to what
-they were made of."""
+they were made of. The features are overwritten: nobody reads them any more."""
 
 
 @dataclass
 class Head:
     """All heads of one batch entry: where its segments come from, and where their results go.
 
-    Every map takes a span of tokens. Features come as (h, tokens, f) and log scales as (h, tokens, 1), keys' with the
-    mask added, values as (h, tokens, d_v). The gradients leave through the pulls.
+    Every map takes a span of tokens. Features come as (h, tokens, f) and log scales as (h, tokens, 1) or None for 0,
+    keys' with the mask added, values as (h, tokens, d_v). The gradients leave through the pulls.
     """
 
     query: Callable[[slice], tuple[Tensor, Tensor | None]]
     """Features, and the logarithm of what stands beside the keys in the row's sum, if anything does."""
-    key: Callable[[slice], tuple[Tensor, Tensor]]
+    key: Callable[[slice], tuple[Tensor, Tensor | None]]
     value: Callable[[slice], Tensor]
     out: Tensor
     """(h, n, d_v)"""
@@ -71,6 +72,13 @@ class Layout:
             yield slice(rows + span.start, rows + span.stop), slice(keys + span.start, keys + span.stop)
 
 
+class Unit(NamedTuple):
+    """The log scale (h, 1, 1) that sums are measured from, and whether it is known to be 0."""
+
+    value: Tensor
+    at_zero: bool
+
+
 @dataclass
 class Sums:
     """The state: Σ_j φ(k_j)ᵀ [v_j, 1] e^(s_j − unit) (h, f, d_v + 1), its unit (h, 1, 1) and the least log scale s."""
@@ -80,9 +88,13 @@ class Sums:
     least: Tensor | None
     """Followed only where somebody asks."""
     keep: bool = False
-    past_unit: Tensor | None = None
+    fresh: bool = True
+    """Whether no key has come yet."""
+    at_zero: bool = False
+    """Whether it is known, without a look at it, that the unit is 0."""
+    past: Unit | None = None
     """The unit when the square begins."""
-    saved: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    saved: list[tuple[Tensor, Unit]] = field(default_factory=list)
     """If they are to be kept: the sums before each segment of the square, and the unit in which it was computed."""
 
     @staticmethod
@@ -90,8 +102,24 @@ class Sums:
         unit = like.new_full((heads, 1, 1), -torch.inf)
         return Sums(like.new_zeros(heads, features, width + 1), unit, -unit if least else None, keep)
 
-    def meet(self, scale: Tensor) -> Tensor:
-        """e^(scale − unit) for new log scales (h, tokens, 1), the largest so far being the unit from now on."""
+    def measured_in(self) -> Unit:
+        """The unit as it is now."""
+        return Unit(self.unit, self.at_zero)
+
+    def meet(self, scale: Tensor | None) -> Tensor | None:
+        """e^(scale − unit) for new log scales (h, tokens, 1), the largest so far being the unit from now on.
+
+        None stands for scales of 0, and for weights of 1.
+        """
+        if scale is None and not self.at_zero and self.fresh:
+            self.unit, self.at_zero = torch.zeros_like(self.unit), True
+            self.least = None if self.least is None else self.unit
+        self.fresh = False
+        if scale is None:
+            if self.at_zero:
+                return None
+            scale = torch.zeros_like(self.unit)
+        self.at_zero = False
         unit = torch.maximum(self.unit, scale.amax(dim=-2, keepdim=True))
         base = finite(unit)
         self.total = self.total * (self.unit - base).exp_()
@@ -107,11 +135,15 @@ def finite(unit: Tensor) -> Tensor:
     return unit.clamp_min(torch.finfo(unit.dtype).min)
 
 
-def with_one(value: Tensor, weight: Tensor) -> Tensor:
-    """[v, 1] times a weight for each token."""
+def with_one(value: Tensor, weight: Tensor | None) -> Tensor:
+    """[v, 1] times a weight for each token, None for 1."""
     out = value.new_empty(*value.shape[:-1], value.shape[-1] + 1)
-    torch.mul(value, weight, out=out[..., :-1])
-    out[..., -1:] = weight
+    if weight is None:
+        out[..., :-1] = value
+        out[..., -1] = 1.0
+    else:
+        torch.mul(value, weight, out=out[..., :-1])
+        out[..., -1:] = weight
     return out
 
 
@@ -148,7 +180,7 @@ def forward(head: Head, layout: Layout, sums: Sums) -> None:
         key, scale = head.key(span)
         weighed = with_one(head.value(span), sums.meet(scale))
         sums.total.baddbmm_(key.mT, weighed)
-    sums.past_unit = sums.unit
+    sums.past = sums.measured_in()
     if not layout.causal:
         for span in layout.segments(0, layout.queries):
             query, rest = head.query(span)
@@ -166,7 +198,7 @@ def forward(head: Head, layout: Layout, sums: Sums) -> None:
         key, scale = head.key(keys)
         weighed = with_one(head.value(keys), sums.meet(scale))
         if sums.keep:
-            sums.saved.append((sums.total, sums.unit))
+            sums.saved.append((sums.total, sums.measured_in()))
         q, k, v = (chunked(x, layout.chunk) for x in (query, key, weighed))
         table = torch.bmm(q, k.mT)
         size = table.shape[-1]
@@ -205,7 +237,7 @@ class Backward:
     """A head's pulls, its incoming gradient and where the gradient of the values goes."""
 
     query: Callable[[slice], tuple[Tensor, Pull]]
-    key: Callable[[slice], tuple[Tensor, Tensor, Pull]]
+    key: Callable[[slice], tuple[Tensor, Tensor | None, Pull]]
     grad: Callable[[slice], Tensor]
     """(h, tokens, d_v)"""
     put_value: Callable[[slice, Tensor], None]
@@ -222,8 +254,8 @@ def backward(head: Head, layout: Layout, sums: Sums, pulls: Backward) -> None:
         for span in layout.segments(0, layout.queries):
             query, pull = pulls.query(span)
             grad, rest = _grad_rows(head, pulls, span)
-            pull(torch.bmm(grad, sums.total.mT), rest)
             after_all.baddbmm_(query.mT, grad)
+            pull(torch.bmm(grad, sums.total.mT), rest)
     else:
         blind = layout.queries - layout.square
         for span in layout.segments(0, blind):
@@ -232,11 +264,11 @@ def backward(head: Head, layout: Layout, sums: Sums, pulls: Backward) -> None:
     unit = sums.unit
     triangle = below(layout.chunk, head.out)
     for (rows, keys), (earlier, here) in zip(reversed(list(layout.pairs())), reversed(sums.saved), strict=True):
-        after_all = _down(after_all, here, unit)
-        unit = here
+        after_all = _down(after_all, here.value, unit)
+        unit = here.value
         query, pull_query = pulls.query(rows)
         key, scale, pull_key = pulls.key(keys)
-        weight = _weight(scale, unit)
+        weight = _weight(scale, here)
         weighed = with_one(head.value(keys), weight)
         grad, rest = _grad_rows(head, pulls, rows)
         q, k, v, g = (chunked(x, layout.chunk) for x in (query, key, weighed, grad))
@@ -248,15 +280,16 @@ def backward(head: Head, layout: Layout, sums: Sums, pulls: Backward) -> None:
         state, behind = before(parts, earlier).flatten(0, 1), after(ahead, after_all)
         after_all = behind[:, 0] + ahead[:, 0]
         behind = behind.flatten(0, 1)
-        pull_query(torch.bmm(slope, k).baddbmm_(g, state.mT).view_as(query), rest)
+        d_query = torch.bmm(slope, k).baddbmm_(g, state.mT).view_as(query)
         d_weighed = torch.bmm(table.mT, g).baddbmm_(k, behind).view_as(weighed)
         d_key = torch.bmm(slope.mT, q).baddbmm_(v, behind.mT).view_as(key)
+        pull_query(d_query, rest)
         _give(pulls, keys, weight, weighed, d_weighed, d_key, pull_key)
     past = layout.segments(0, layout.past)
     if past:
-        first = sums.past_unit
+        first = sums.past
         assert first is not None
-        after_all = _down(after_all, first, unit)
+        after_all = _down(after_all, first.value, unit)
         for span in past:
             key, scale, pull_key = pulls.key(span)
             weight = _weight(scale, first)
@@ -266,9 +299,10 @@ def backward(head: Head, layout: Layout, sums: Sums, pulls: Backward) -> None:
 
 
 def _give(
-    pulls: Backward, keys: slice, weight: Tensor, weighed: Tensor, d_weighed: Tensor, d_key: Tensor, pull: Pull
+    pulls: Backward, keys: slice, weight: Tensor | None, weighed: Tensor, d_weighed: Tensor, d_key: Tensor, pull: Pull
 ) -> None:
-    pulls.put_value(keys, d_weighed[..., :-1] * weight)
+    d_value = d_weighed[..., :-1]
+    pulls.put_value(keys, d_value if weight is None else d_value * weight)
     pull(d_key, lambda: (d_weighed * weighed).sum(dim=-1, keepdim=True))
 
 
@@ -283,8 +317,10 @@ def _grad_rows(head: Head, pulls: Backward, rows: slice) -> tuple[Tensor, Callab
     return both, None if beside is None else lambda: row * beside[:, rows]
 
 
-def _weight(scale: Tensor, unit: Tensor) -> Tensor:
-    return (scale - finite(unit)).exp_()
+def _weight(scale: Tensor | None, unit: Unit) -> Tensor | None:
+    if scale is None:
+        return None if unit.at_zero else finite(unit.value).neg().exp_()
+    return (scale - finite(unit.value)).exp_()
 
 
 def _down(sums: Tensor, to: Tensor, unit: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels.encoding import leaves
 from ..kernels.feature_base import FeatureKernel
+from ..kernels.feature_maps import FeatureMap, Mapped
 from ._linear_chunks import Backward, Head, Layout, Pull, Sums, backward, forward
 
 LOST = 1e-30
@@ -46,6 +47,8 @@ class Job:
     query_position: Tensor
     key_position: Tensor
     """(batch | 1, heads | 1, tokens)"""
+    mapping: FeatureMap | None
+    """The map that the kernel ships, if any."""
     exactly: Callable[..., Tensor]
     """The same from the same tensors, in operations that differentiate to any order."""
 
@@ -55,6 +58,10 @@ class Job:
             return self.maps(of_query, x, position)  # type: ignore[no-any-return]
         bound = dict(zip(self.names, parameters, strict=True))
         return torch.func.functional_call(self.maps, bound, (of_query, x, position))  # type: ignore[no-any-return]
+
+    def plain(self, x: Tensor) -> Mapped | None:
+        """The features of a segment (h, tokens, d) by the map that the kernel ships, if it does for such tokens."""
+        return None if self.mapping is None else self.mapping.features(x.to(self.wide))
 
     def features_of(
         self, of_query: bool, x: Tensor, position: Tensor, parameters: Sequence[Tensor]
@@ -218,27 +225,32 @@ def _head(job: Job, tensors: Any, b: int, out: Tensor, share: Tensor, beside: Te
     heads = job.heads
 
     def query(tokens: slice) -> tuple[Tensor, Tensor | None]:
-        position = placed(job.query_position, b, tokens)
-        values, log_scale = job.features_of(True, _entry(q, b, tokens, heads), position, parameters)
-        return values, None if one is None else _entry(one, b, slice(0, 1), heads) - log_scale
+        values, log_scale = mapped(True, _entry(q, b, tokens, heads), placed(job.query_position, b, tokens))
+        if one is None:
+            return values, None
+        rest = _entry(one, b, slice(0, 1), heads)
+        return values, rest if log_scale is None else rest - log_scale
 
-    def key(tokens: slice) -> tuple[Tensor, Tensor]:
-        values, log_scale = job.features_of(
-            False, _entry(k, b, tokens, heads), placed(job.key_position, b, tokens), parameters
-        )
-        return masked(values, log_scale, tokens)
-
-    def masked(values: Tensor, log_scale: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+    def key(tokens: slice) -> tuple[Tensor, Tensor | None]:
+        values, log_scale = mapped(False, _entry(k, b, tokens, heads), placed(job.key_position, b, tokens))
         if bias is None:
             return values, log_scale
-        added = _entry(bias, b, tokens, heads)
-        hidden = added == -torch.inf
-        return values.masked_fill(hidden, 0.0), torch.where(hidden, -torch.inf, log_scale + added)
+        return _hide(values, log_scale, _entry(bias, b, tokens, heads))
+
+    def mapped(of_query: bool, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor | None]:
+        return job.plain(x) or job.features_of(of_query, x, position, parameters)
 
     return Head(
         query, key, lambda tokens: _entry(v, b, tokens, heads).to(job.wide),
         out[b], share[b], None if beside is None else beside[b],
     )  # fmt: skip
+
+
+def _hide(values: Tensor, log_scale: Tensor | None, added: Tensor) -> tuple[Tensor, Tensor]:
+    """Features and log scales with a mask's share added, nothing where it is −∞."""
+    hidden = added == -torch.inf
+    scale = added if log_scale is None else torch.where(hidden, -torch.inf, log_scale + added)
+    return values.masked_fill(hidden, 0.0), scale
 
 
 def pull(
@@ -256,7 +268,7 @@ def pull(
     parameters = [x for x in given_parameters if x is not None]
     assert q is not None and k is not None
     results = [
-        None if x is None or not need else torch.zeros_like(x, dtype=job.wide, memory_format=torch.contiguous_format)
+        None if x is None or not need else torch.zeros(x.shape, dtype=job.wide, device=x.device)
         for x, need in zip(tensors, needed, strict=True)
     ]
     d_q, d_k, d_v, d_bias, d_one, *d_parameters = results
@@ -266,9 +278,22 @@ def pull(
 
         def mapped(
             of_query: bool, x: Tensor, d_x: Tensor | None, position: Tensor, tokens: slice, b: int = b
-        ) -> tuple[Tensor, Tensor, Pull]:
+        ) -> tuple[Tensor, Tensor | None, Pull]:
+            part = _entry(x, b, tokens, job.heads)
+            plain = job.plain(part)
+            if plain is not None:
+
+                def by_map(d_values: Tensor, _: Callable[[], Tensor] | None) -> None:
+                    if d_x is not None:
+                        assert job.mapping is not None
+                        own = part.to(job.wide)
+                        into = torch.empty_like(own, memory_format=torch.contiguous_format)
+                        job.mapping.pull(own, plain.values, d_values, into)
+                        _put(d_x, into, b, tokens)
+
+                return plain.values, plain.log_scale, by_map
             with torch.enable_grad():
-                leaf = _entry(x, b, tokens, job.heads).detach().requires_grad_(d_x is not None)
+                leaf = part.detach().requires_grad_(d_x is not None)
                 given = [p.detach().requires_grad_(i in learned) for i, p in enumerate(parameters)]
                 values, log_scale = job.features_of(of_query, leaf, placed(position, b, tokens), given)
 
@@ -301,12 +326,13 @@ def pull(
 
             return values, give
 
-        def key(tokens: slice, b: int = b, mapped: Any = mapped) -> tuple[Tensor, Tensor, Pull]:
+        def key(tokens: slice, b: int = b, mapped: Any = mapped) -> tuple[Tensor, Tensor | None, Pull]:
             values, log_scale, back = mapped(False, k, d_k, job.key_position, tokens)
             if bias is None:
                 return values, log_scale, back
             added = _entry(bias, b, tokens, job.heads)
             hidden = added == -torch.inf
+            values, log_scale = _hide(values, log_scale, added)
 
             def give(d_values: Tensor, d_log: Callable[[], Tensor] | None) -> None:
                 def seen() -> Tensor:
@@ -317,7 +343,7 @@ def pull(
                     _put(d_bias, seen(), b, tokens)
                 back(d_values.masked_fill(hidden, 0.0), seen)
 
-            return values.masked_fill(hidden, 0.0), torch.where(hidden, -torch.inf, log_scale + added), give
+            return values, log_scale, give
 
         def put_value(tokens: slice, d_value: Tensor, b: int = b) -> None:
             if d_v is not None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .._opaque import product
-from ..kernels.feature_base import FeatureKernel
 from ..kernels.feature_maps import FeatureMap, Mapped
 from ._linear_chunks import finite, with_one
 from ._linear_function import Job, again
@@ -33,17 +32,18 @@ class Result:
     unit: Tensor
 
 
-def map_for(job: Job, kernel: FeatureKernel, q: Tensor, k: Tensor, v: Tensor) -> FeatureMap | None:
-    """The kernel's map, where the problem is one of whole tensors on a CPU."""
-    heads = k.shape[1]
-    whole = (
-        not job.layout.causal
-        and q.device.type == "cpu"
-        and q.shape[:2] == (job.batch, job.heads)
-        and k.shape[:2] == v.shape[:2] == (job.batch, heads)
-        and job.heads % heads == 0
-    )
-    return kernel.feature_map(job.wide) if whole else None
+def attend(job: Job, tensors: tuple[Tensor | None, ...], recorded: bool) -> Tensor | None:
+    """The output, with its gradients if they are `recorded`; None where this is not the way to it."""
+    q, k, v, bias, one, *_ = tensors
+    assert q is not None and k is not None and v is not None
+    whole = q.shape[:2] == (job.batch, job.heads) and k.shape[:2] == v.shape[:2] == (job.batch, k.shape[1])
+    if job.mapping is None or job.layout.causal or bias is not None or one is not None or not whole:
+        return None
+    with torch.no_grad():
+        found = run(job, job.mapping, q, k, v)
+    if found is None or not recorded:
+        return None if found is None else found.out
+    return PlainLinear.apply(job, job.mapping, found, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def run(job: Job, mapping: FeatureMap, q: Tensor, k: Tensor, v: Tensor) -> Result | None:

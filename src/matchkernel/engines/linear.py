@@ -21,7 +21,7 @@ from .problem import NOTHING_TO_COMPUTE, Cost, Problem, traffic, why_not_by_hand
 FEW, MANY = 2**16, 2**19
 """Scores of one batch entry, and of all, up to which "auto" leaves a problem to the reference, as `tiled` does."""
 
-TOKENS = 4096
+TOKENS = 2048
 """How many tokens, over all heads, are worked on at a time: their features lie in a core's own cache."""
 
 
@@ -90,7 +90,7 @@ class Linear:
             out = self._by_whole(problem)
         else:
             recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-            by_map = self._by_map(problem, job, tensors, recorded)
+            by_map = _linear_plain.attend(job, tensors, recorded)
             if by_map is not None:
                 out = by_map
             elif recorded:
@@ -100,25 +100,6 @@ class Linear:
         out = out.reshape(*batch, *out.shape[-2:]).to(problem.q.dtype)
         sees = place.query_sees
         return out if sees is None or job is not None else zero_where_not(sees, out)
-
-    def _by_map(
-        self, problem: Problem, job: Job, tensors: tuple[Tensor | None, ...], recorded: bool
-    ) -> Tensor | None:
-        """The output by the feature map that the kernel ships; None where it ships none, or none for such tokens."""
-        q, k, v, bias, one, *_ = tensors
-        assert isinstance(problem.kernel, FeatureKernel) and q is not None and k is not None and v is not None
-        if bias is not None or one is not None:
-            return None
-        mapping = _linear_plain.map_for(job, problem.kernel, q, k, v)
-        if mapping is None:
-            return None
-        with torch.no_grad():
-            found = _linear_plain.run(job, mapping, q, k, v)
-        if found is None:
-            return None
-        if not recorded:
-            return found.out
-        return _linear_plain.PlainLinear.apply(job, mapping, found, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
     def _job(self, problem: Problem) -> tuple[Job | None, tuple[Tensor | None, ...]]:
         """What `LinearAttention` takes; None for a kernel whose maps are not to be called with a few tokens."""
@@ -137,7 +118,8 @@ class Linear:
             maps=maps, names=tuple(learned), positive=kernel.positive, layout=layout,
             batch=batch[:-1].numel(), heads=heads, width=v.shape[-1], features=0, wide=problem.wide,
             query_position=four(place.query_position, batch, trailing=1),
-            key_position=four(place.key_position, batch, trailing=1), exactly=_exactly,
+            key_position=four(place.key_position, batch, trailing=1),
+            mapping=kernel.feature_map(problem.wide) if q.device.type == "cpu" else None, exactly=_exactly,
         )  # fmt: skip
         tensors = (q, k, v, bias, one, *learned.values())
         sampled = job.sample(tensors)

@@ -15,14 +15,14 @@ MOST = 2.0**32
 
 
 class Mapped(NamedTuple):
-    """Features (tokens, f) of some tokens, and their log scales (tokens, 1), None where all are 0."""
+    """Features (…, tokens, f) of some tokens, and their log scales (…, tokens, 1), None where all are 0."""
 
     values: Tensor
     log_scale: Tensor | None
 
 
 class FeatureMap:
-    """The map of both sides, for tokens (tokens, d) of one head and of the dtype of sums; it sees no position.
+    """The map of both sides and all heads, for tokens (…, tokens, d) of the dtype of sums; it sees no position.
 
     `FeatureKernel.features` measures every token by its largest feature, so that none leaves the range of a float. This
     takes features as they are, which costs less, where all are in range. No derivative is recorded.
@@ -62,7 +62,7 @@ class ExponentialMap(FeatureMap):
         self.scale = scale
 
     def features(self, x: Tensor) -> Mapped | None:
-        exponent = product(x, self.projection)
+        exponent = self._product(x, self.projection)
         if not bool(exponent.amax() < math.log(MOST)):
             return None
         half_square = x.square().sum(dim=-1, keepdim=True).mul_(-(self.scale**2) / 2.0)
@@ -70,5 +70,9 @@ class ExponentialMap(FeatureMap):
 
     def pull(self, x: Tensor, values: Tensor, grad: Tensor, into: Tensor) -> None:
         grad.mul_(values)
-        into.copy_(product(grad, self.projection.mT))
+        into.copy_(self._product(grad, self.projection.mT))
         into.addcmul_(x, grad.sum(dim=-1, keepdim=True), value=-(self.scale**2))
+
+    @staticmethod
+    def _product(x: Tensor, rows: Tensor) -> Tensor:
+        return product(x.reshape(-1, x.shape[-1]), rows).view(*x.shape[:-1], -1)
