@@ -32,8 +32,10 @@ def step(n):
     setting = dict({setting})
     before = status("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")
-    out = mk.attend(*leaves, **setting)
-    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    with torch.set_grad_enabled({gradients}):
+        out = mk.attend(*leaves, **setting)
+    if {gradients}:
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
     return status("VmHWM") - before
 
 for n in (256, 512):
@@ -43,13 +45,19 @@ print(*(step(n) for n in {lengths}))
 
 
 def peaks(
-    setting: str, *lengths: int, heads: int = 2, width: int = 64, value_width: int | None = None
+    setting: str,
+    *lengths: int,
+    heads: int = 2,
+    width: int = 64,
+    value_width: int | None = None,
+    gradients: bool = True,
 ) -> tuple[float, ...]:
-    """MiB that `attend` and its gradients hold at most, beside their inputs, for each length in turn.
+    """MiB that `attend` and, if wanted, its gradients hold at most, beside their inputs, for each length in turn.
 
     `setting` is what stands behind q, k, v in the call; it may use the length n, a `generator` and the kernel `Own()`.
     """
-    script = SCRIPT.format(setting=setting, lengths=lengths, heads=heads, width=width, value_width=value_width or width)
+    shape = {"heads": heads, "width": width, "value_width": value_width or width}
+    script = SCRIPT.format(setting=setting, lengths=lengths, gradients=gradients, **shape)
     # Freed memory goes back at once: what the allocator keeps for later is not what a step holds.
     given_back = {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -32,6 +32,11 @@ def test_the_measure_sees_a_table_where_there_is_one() -> None:
     assert peaks("engine='reference'", 2048)[0] > TABLE / 4 * 2
 
 
+def test_the_reference_holds_the_three_tables_that_its_cost_says() -> None:
+    (held,) = peaks("engine='reference'", 4096, gradients=False)
+    assert 3.0 * TABLE < held < 3.2 * TABLE
+
+
 @pytest.mark.parametrize(
     "setting",
     [

@@ -26,9 +26,12 @@ class SoftmaxFamily(Normalizer):
             return scores
         # A row of −inf has no finite maximum, and its softmax is 0/0 with NaN gradients. Give it finite scores first.
         empty = scores.detach().amax(dim=-1, keepdim=True) == float("-inf")
-        finite = torch.where(empty, torch.zeros_like(scores), scores)
-        weights = torch.where(empty, torch.zeros_like(scores), finite.softmax(dim=-1))
-        remainder = self.remainder(finite.logsumexp(dim=-1))
+        finite = torch.where(empty, 0.0, scores)
+        whole = type(self).remainder is SoftmaxFamily.remainder
+        remainder = None if whole else self.remainder(finite.logsumexp(dim=-1))
+        # Under the same name, so that no more than three tables are held at a time.
+        finite = finite.softmax(dim=-1)
+        weights = torch.where(empty, 0.0, finite)
         return weights if remainder is None else weights * remainder.unsqueeze(-1)
 
     def share(self, product: Tensor, log_scale: Tensor) -> Tensor:
