@@ -1,11 +1,14 @@
 """Feature maps that kernels ship, and linear attention that takes their features as they are."""
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import draw
@@ -188,3 +191,130 @@ def test_layout_and_dtype_of_the_inputs_make_no_difference(ran: list[bool]) -> N
     assert out.dtype == torch.bfloat16
     assert_close(out.double(), exact, rtol=2**-8, atol=1e-5)
     assert ran == [True] * 3
+
+
+class Learned(mk.FavorFeatures):
+    """Directions that are learned."""
+
+    def __init__(self, dim: int, features: int) -> None:
+        super().__init__(dim, features, generator=torch.Generator().manual_seed(5))
+        drawn = self.projection
+        del self.projection
+        self.projection = nn.Parameter(drawn)
+
+
+class Beside(mk.EluFeatures):
+    """A parameter that the map does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("kernel", [Learned(5, 12).double(), Beside()], ids=["of the map", "beside it"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_parameter_keeps_its_gradient(kernel: mk.FeatureKernel, causal: bool) -> None:
+    inputs = tensors(40, 50)
+    found = []
+    for engine in ("linear", "reference"):
+        out = mk.attend(*inputs, kernel, causal=causal, engine=engine)
+        wanted = [*kernel.parameters(), *inputs]
+        found.append([out, *torch.autograd.grad(out.square().sum(), wanted, allow_unused=True, materialize_grads=True)])
+    for one, two in zip(*found, strict=True):
+        assert_close(one, two, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1e20, -1e28, 1e35])
+def test_large_values_beside_large_features_do_not_overflow(
+    kernel: mk.FeatureKernel, causal: bool, size: float
+) -> None:
+    """In float32: features of 2^32 and values of their size are more than a float holds."""
+    large = 1e9 if kernel is KERNELS["elu"] else 5.0
+    q, k, v = (x.detach() for x in tensors(40, 50))
+    exact = [q.abs() * large, k.abs() * large, v.abs() * size]
+    narrow = mk.FavorFeatures(5, 12, generator=torch.Generator().manual_seed(5)) if kernel is FAVOR else kernel
+    inputs = [x.float().requires_grad_() for x in exact]
+    found = found_by(inputs, narrow, "linear", causal=causal)
+    truth = found_by([x.detach().double().requires_grad_() for x in inputs], narrow, "reference", causal=causal)
+    assert found[0].isfinite().all()
+    assert_close(found[0].double() / size, truth[0] / size, rtol=1e-4, atol=1e-5)
+    assert_close(found[3].double(), truth[3], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_map_is_of_the_dtype_of_sums(learned: bool, causal: bool) -> None:
+    """Which a normaliser's own parameter may widen."""
+    kernel = mk.FavorFeatures(5, 12)
+    logit = draw(4, seed=7).requires_grad_(learned)
+    inputs = [x.detach().float().requires_grad_() for x in tensors(40, 50)]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    setting = {"causal": causal, "normalizer": mk.SinkSoftmax(nn.Parameter(logit) if learned else logit)}
+    found = [found_by(x, kernel, e, **setting) for x, e in ((inputs, "linear"), (wide, "reference"))]
+    for one, two in zip(*found, strict=True):
+        assert one.dtype == torch.float32
+        assert_close(one.double(), two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_a_redrawn_projection_is_not_used_for_an_older_output(create: bool, ran: list[bool]) -> None:
+    kernel = mk.FavorFeatures(5, 12)
+    inputs = [x.detach().float().requires_grad_() for x in tensors(40, 50)]
+    out = mk.attend(*inputs, kernel, engine="linear")
+    kernel.redraw()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), inputs, create_graph=create)
+    assert ran == [True]
+
+
+@pytest.mark.parametrize("kind", [mk.FavorFeatures, mk.HyperbolicFeatures])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("create", [False, True])
+def test_a_projection_put_in_the_place_of_another_is_not_either(kind: Any, causal: bool, create: bool) -> None:
+    kernel = kind(5, 12).double()
+    inputs, found = tensors(40, 50), []
+    for engine in ("reference", "linear"):
+        out = mk.attend(*inputs, kernel, causal=causal, engine=engine)
+        old, kernel.projection = kernel.projection, draw(*kernel.projection.shape, seed=8)
+        found.append(torch.autograd.grad(out.square().sum(), inputs, create_graph=create))
+        kernel.projection = old
+    for one, two in zip(*found, strict=True):
+        assert_close(one, two, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", [mk.EluFeatures(), mk.FavorFeatures(5, 12), mk.DPFPFeatures()], ids=repr)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("create", [False, True])
+def test_autocast_narrows_no_sum(kernel: mk.FeatureKernel, causal: bool, create: bool) -> None:
+    """Neither where the output is computed nor where its gradients are."""
+    inputs = [x.detach().float().requires_grad_() for x in tensors(40, 50)]
+
+    def found() -> list[Tensor]:
+        out = mk.attend(*inputs, kernel, causal=causal, engine="linear")
+        return [out, *torch.autograd.grad(out.square().sum(), inputs, create_graph=create)]
+
+    plain = found()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = found()
+    for one, two in zip(cast, plain, strict=True):
+        assert_close(one, two, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS.values(), mk.DPFPFeatures()], ids=[*KERNELS, "dpfp"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_output_that_nobody_holds_is_freed_at_once(kernel: mk.FeatureKernel, causal: bool) -> None:
+    """With all that its derivative would have needed, and not when somebody looks for circles."""
+    gc.collect()
+    gc.disable()
+    try:
+        node = mk.attend(*tensors(40, 50), kernel, causal=causal, engine="linear").grad_fn
+        while "Linear" not in type(node).__name__:
+            assert node is not None
+            node = node.next_functions[0][0]
+        gone = weakref.ref(node)
+        del node
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ class Job:
 
     maps: Maps
     names: tuple[str, ...]
+    buffers: tuple[tuple[str, Tensor], ...]
+    """Those of `maps` when the call was made."""
     positive: bool
     layout: Layout
     batch: int
@@ -54,9 +57,12 @@ class Job:
 
     def call(self, of_query: bool, x: Tensor, position: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Features and log scales of tokens (…, h, tokens, d), with `parameters` in the place of the kernel's own."""
-        if not parameters:
-            return self.maps(of_query, x, position)  # type: ignore[no-any-return]
         bound = dict(zip(self.names, parameters, strict=True))
+        # The backward calls again: a buffer that was replaced by then is not what the output was made of.
+        now = dict(self.maps.named_buffers())
+        bound.update((name, x) for name, x in self.buffers if now.get(name) is not x)
+        if not bound:
+            return self.maps(of_query, x, position)  # type: ignore[no-any-return]
         return torch.func.functional_call(self.maps, bound, (of_query, x, position))  # type: ignore[no-any-return]
 
     def plain(self, x: Tensor) -> Mapped | None:
@@ -98,6 +104,12 @@ class Job:
         return (features, dtype) if features else None
 
 
+def uncast(like: Tensor) -> AbstractContextManager[None]:
+    """Without autocast, which would narrow some of the operations that take part in a sum, and not others."""
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 def bare(position: Tensor) -> Tensor:
     """Positions as they come by default, (tokens,), where all batch entries and heads share them."""
     return position.reshape(position.shape[-1:]) if position.shape[:-1].numel() == 1 else position
@@ -134,14 +146,15 @@ class LinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: Job, *tensors: Tensor | None) -> Tensor:
         ctx.job = job
-        ctx.buffers = len(list(job.maps.buffers()))
+        buffers = [x for _, x in job.buffers]
+        ctx.buffers = len(buffers)
         out, kept = run(job, tensors, keep=True)
         ctx.lost = kept is None
         if kept is None:
-            ctx.save_for_backward(*tensors, *job.maps.buffers())
+            ctx.save_for_backward(*tensors, *buffers)
             return out
         share, beside, ctx.sums = kept
-        ctx.save_for_backward(*tensors, *job.maps.buffers(), out, share, beside)
+        ctx.save_for_backward(*tensors, *buffers, out, share, beside)
         return out
 
     @staticmethod
@@ -150,10 +163,11 @@ class LinearAttention(torch.autograd.Function):
         saved = ctx.saved_tensors
         count = len(ctx.needs_input_grad) - 1
         tensors = saved[:count]
-        if torch.is_grad_enabled() or ctx.lost:
-            return None, *again(job, tensors, ctx.needs_input_grad[1:], grads[0])
-        out, share, beside = saved[count + ctx.buffers :]
-        return None, *pull(job, tensors, ctx.needs_input_grad[1:], grads[0], out, share, beside, ctx.sums)
+        with uncast(grads[0]):
+            if torch.is_grad_enabled() or ctx.lost:
+                return None, *again(job, tensors, ctx.needs_input_grad[1:], grads[0])
+            out, share, beside = saved[count + ctx.buffers :]
+            return None, *pull(job, tensors, ctx.needs_input_grad[1:], grads[0], out, share, beside, ctx.sums)
 
 
 def again(

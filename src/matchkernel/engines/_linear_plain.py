@@ -13,7 +13,7 @@ from torch import Tensor
 from .._opaque import product
 from ..kernels.feature_maps import FeatureMap, Mapped
 from ._linear_chunks import finite, with_one
-from ._linear_function import Job, again
+from ._linear_function import Job, again, uncast
 
 FEATURES = 2**17
 """Features worked on at a time: beside what becomes of them they lie in a core's own cache."""
@@ -75,23 +75,26 @@ class PlainLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, job: Job, mapping: FeatureMap, found: Result, *tensors: Tensor | None) -> Tensor:
-        ctx.job, ctx.mapping, ctx.found = job, mapping, found
-        ctx.save_for_backward(*tensors, found.out)
+        # The output only as a saved tensor: a context that holds it otherwise is held by it, and neither is ever freed.
+        ctx.job, ctx.mapping, ctx.rest = job, mapping, (found.share, found.total, found.unit)
+        # The buffers for `again`, which calls the kernel: one written to since is then an error.
+        ctx.save_for_backward(*tensors, *(x for _, x in job.buffers), found.out)
         return found.out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        *tensors, out = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
-        if torch.is_grad_enabled():
-            return None, None, None, *again(ctx.job, tuple(tensors), needed, grads[0])
-        found = Result(out, ctx.found.share, ctx.found.total, ctx.found.unit)
-        pulled = _pull(ctx.job, ctx.mapping, tensors, grads[0], found)
+        saved = ctx.saved_tensors
+        tensors, out = saved[: len(needed)], saved[-1]
+        with uncast(out):
+            if torch.is_grad_enabled():
+                return None, None, None, *again(ctx.job, tensors, needed, grads[0])
+            pulled = _pull(ctx.job, ctx.mapping, tensors, grads[0], Result(out, *ctx.rest))
         return None, None, None, *(x if need else None for x, need in zip(pulled, needed, strict=True))
 
 
 def _pull(
-    job: Job, mapping: FeatureMap, tensors: list[Tensor], grad: Tensor, found: Result
+    job: Job, mapping: FeatureMap, tensors: tuple[Tensor, ...], grad: Tensor, found: Result
 ) -> tuple[Tensor, Tensor, Tensor, None, None]:
     q, k, v, *_ = tensors
     wide = job.wide

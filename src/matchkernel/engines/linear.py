@@ -10,12 +10,13 @@ from torch import Tensor
 
 from ..kernels.encoding import leaves
 from ..kernels.feature_base import FeatureKernel
+from ..kernels.feature_maps import MOST, FeatureMap
 from ..normalizers import SoftmaxFamily
 from . import _linear_exact, _linear_plain
 from ._encoding import four
 from ._linear_chunks import Layout
 from ._linear_exact import Operands
-from ._linear_function import Job, LinearAttention, Maps, bare, run
+from ._linear_function import Job, LinearAttention, Maps, bare, run, uncast
 from .problem import NOTHING_TO_COMPUTE, Cost, Problem, traffic, why_not_by_hand, zero_where_not
 
 FEW, MANY = 2**16, 2**19
@@ -84,6 +85,10 @@ class Linear:
         return False
 
     def run(self, problem: Problem) -> Tensor:
+        with uncast(problem.q):
+            return self._run(problem)
+
+    def _run(self, problem: Problem) -> Tensor:
         place, batch = problem.visibility, problem.batch
         job, tensors = self._job(problem)
         if job is None:
@@ -115,11 +120,11 @@ class Linear:
         heads = batch[-1] if batch else 1
         layout = Layout(place.queries, place.keys, place.causal, self.chunk, self.chunk)
         job = Job(
-            maps=maps, names=tuple(learned), positive=kernel.positive, layout=layout,
-            batch=batch[:-1].numel(), heads=heads, width=v.shape[-1], features=0, wide=problem.wide,
+            maps=maps, names=tuple(learned), buffers=tuple(maps.named_buffers()), positive=kernel.positive,
+            layout=layout, batch=batch[:-1].numel(), heads=heads, width=v.shape[-1], features=0, wide=problem.wide,
             query_position=four(place.query_position, batch, trailing=1),
             key_position=four(place.key_position, batch, trailing=1),
-            mapping=kernel.feature_map(problem.wide) if q.device.type == "cpu" else None, exactly=_exactly,
+            mapping=None, exactly=_exactly,
         )  # fmt: skip
         tensors = (q, k, v, bias, one, *learned.values())
         sampled = job.sample(tensors)
@@ -130,7 +135,8 @@ class Linear:
         tokens = max(TOKENS // heads, features * (v.shape[-1] + 1) // 64)
         chunk = self._chunk(features)
         layout = replace(layout, chunk=chunk, segment=max(1, tokens // chunk) * chunk)
-        return replace(job, features=features, wide=wide, layout=layout), tensors
+        mapping = _mapping(kernel, job, v, wide)
+        return replace(job, features=features, wide=wide, layout=layout, mapping=mapping), tensors
 
     def _by_whole(self, problem: Problem) -> Tensor:
         kernel, place, batch = problem.kernel, problem.visibility, problem.batch
@@ -171,6 +177,17 @@ class Linear:
     def reason(self, problem: Problem) -> str:
         how = f"in chunks of {self.chunk}" if problem.visibility.causal else "once for all queries"
         return f"{problem.kernel!r} has finite features, so keys and values are summed over them, {how}"
+
+
+def _mapping(kernel: FeatureKernel, job: Job, v: Tensor, wide: torch.dtype) -> FeatureMap | None:
+    """The map that the kernel ships, where it may stand for `features`.
+
+    Not beside parameters: a subclass may learn what the map is made of, and the map has no derivative by it. Nor for
+    values above `MOST`: they are summed with products of two features as large, which would overflow.
+    """
+    if job.names or v.device.type != "cpu" or not bool((v.amax() < MOST) & (v.amin() > -MOST)):
+        return None
+    return kernel.feature_map(wide)
 
 
 def _beside_features(problem: Problem) -> tuple[Tensor | None, Tensor | None]:
