@@ -1,5 +1,6 @@
 """The linear engine: what the table gives, without the table."""
 
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -115,12 +116,27 @@ def test_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("lead", [((2, 1), (1, 3), (2, 3)), ((), (), ()), ((3,), (1,), (1,)), ((1, 2), (3, 1), (1, 1))])
-def test_leading_dimensions_broadcast(lead: tuple[tuple[int, ...], ...]) -> None:
+@pytest.mark.parametrize(
+    "lead",
+    [
+        ((2, 1), (1, 3), (2, 3)),
+        ((), (), ()),
+        ((3,), (1,), (1,)),
+        ((1, 2), (3, 1), (1, 1)),
+        ((1, 3), (2, 3), (2, 3)),  # each alone in having one entry for all
+        ((2, 1), (2, 3), (2, 3)),
+        ((2, 3), (1, 3), (2, 3)),
+        ((2, 3), (2, 3), (1, 3)),
+        ((2, 3), (2, 3), (2, 1)),
+        ((2, 3), (2, 3), (3,)),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_leading_dimensions_broadcast(lead: tuple[tuple[int, ...], ...], causal: bool) -> None:
     inputs = [
         draw(*x, 9, width, seed=i).requires_grad_() for i, (x, width) in enumerate(zip(lead, (5, 5, 3), strict=True))
     ]
-    ours, theirs = both(inputs, mk.EluFeatures(), mk.Linear(chunk=4), causal=True)
+    ours, theirs = both(inputs, mk.EluFeatures(), mk.Linear(chunk=4), causal=causal)
     for a, b in zip(ours, theirs, strict=True):
         assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -171,10 +187,14 @@ def test_a_later_key_changes_no_earlier_row(kernel: mk.MatchKernel, size: float)
             assert_close(a, b, rtol=1e-8, atol=1e-8)
 
 
-def test_what_is_lost_in_a_coarse_unit_is_found() -> None:
-    """Within one segment a key e^200 times as heavy as those before it, which earlier rows must not feel."""
+@pytest.mark.parametrize("size", [80.0, 95.0, 101.0, 200.0])
+def test_what_is_lost_in_a_coarse_unit_is_found(size: float) -> None:
+    """Within one segment a key e^200 times as heavy as those before it, which earlier rows must not feel.
+
+    Nor one that leaves them a few bits: the least float is e^−103, and below e^−87 they have fewer and fewer.
+    """
     q, k, v = (x.detach() for x in tensors(20, 20, dtype=torch.float32))
-    k[..., 10:, -1] += 200.0
+    k[..., 10:, -1] += size
     out = mk.attend(q, k, v, Scaled(), causal=True, engine="linear")
     assert_close(out, mk.attend(q, k, v, Scaled(), causal=True, engine="reference"), rtol=1e-4, atol=1e-5)
     assert float(out[..., :10, :].abs().min()) > 0.0
@@ -321,7 +341,9 @@ def test_the_fast_way_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("matchkernel.engines.linear._exactly", never)
     assert _linear_function.LOST < 1e-20
+    # A key that is hidden has no least scale, and a row that goes to the sink is not lost.
+    ordinary: list[dict[str, Any]] = [{}, {"mask": torch.arange(30) % 3 > 0}, {"normalizer": mk.SinkSoftmax(1000.0)}]
     for name in ("elu", "favor", "hedgehog for each head", "signed, learned", "positions"):
-        for causal in (False, True):
-            out = mk.attend(*tensors(30, 30), KERNELS[name], causal=causal, engine="linear")
+        for causal, setting in itertools.product((False, True), ordinary):
+            out = mk.attend(*tensors(30, 30), KERNELS[name], causal=causal, engine="linear", **setting)
             out.sum().backward()

@@ -157,16 +157,40 @@ class Doubled(mk.EluFeatures):
         return self.features(2.0 * q, position)
 
 
+class OtherKeys(mk.EluFeatures):
+    def key_features(self, k: Tensor, position: Tensor) -> mk.Features:
+        return self.features(2.0 * k, position)
+
+
+class OtherDirections(mk.FavorFeatures):
+    def features(self, x: Tensor, position: Tensor) -> mk.Features:
+        return super().features(-x.flip(-1), position)
+
+
 @pytest.mark.parametrize(
     ("kernel", "setting"),
     [
         (Doubled(), {}),
+        (OtherKeys(), {}),
+        (OtherKeys(), {"causal": True}),
+        (OtherDirections(5, 12).double(), {}),
+        (OtherDirections(5, 12).double(), {"causal": True}),
         (mk.DPFPFeatures(), {}),
         (mk.EluFeatures(), {"causal": True}),
         (mk.EluFeatures(), {"mask": torch.arange(40) < 30}),
         (mk.EluFeatures(), {"normalizer": mk.SinkSoftmax(0.5)}),
     ],
-    ids=["own query features", "no map", "causal", "mask", "sink"],
+    ids=[
+        "own query features",
+        "own key features",
+        "own key features, causal",
+        "own features",
+        "own features, causal",
+        "no map",
+        "causal",
+        "mask",
+        "sink",
+    ],
 )
 def test_other_problems_do_not_come_here(kernel: mk.MatchKernel, setting: dict[str, Any], ran: list[bool]) -> None:
     inputs = tensors(40, 40)
@@ -256,6 +280,21 @@ def test_a_map_is_of_the_dtype_of_sums(learned: bool, causal: bool) -> None:
     for one, two in zip(*found, strict=True):
         assert one.dtype == torch.float32
         assert_close(one.double(), two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kernel", [mk.EluFeatures(), mk.FavorFeatures(5, 12)], ids=repr)
+def test_gradients_of_halves_are_rounded_once(kernel: mk.FeatureKernel, causal: bool) -> None:
+    """Those of a key that several heads read, too: their sum, and not its terms."""
+    narrow = [x.detach().bfloat16().requires_grad_() for x in tensors(40, 50, heads=6, keys=1)]
+    wide = [x.detach().float().requires_grad_() for x in narrow]
+    grads = []
+    for inputs in (narrow, wide):
+        out = mk.attend(*inputs, kernel, causal=causal, engine="linear")
+        grads.append(torch.autograd.grad(out, inputs, draw(*out.shape, seed=9).bfloat16().to(out)))
+    for one, two in zip(*grads, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert_close(one, two.bfloat16(), rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("create", [False, True])
