@@ -1,14 +1,15 @@
-"""One small language model with each match kernel: python experiments/language_model.py, half an hour of one core.
+"""One small language model with each match kernel: python experiments/language_model.py, ten minutes of one core.
 
 The text is Lewis Carroll's Alice's Adventures in Wonderland (1865; chapters/data/23-alice.txt.xz), cut into 512 tokens
 by merges that its first four fifths teach. Those are trained on; the last fifth, the end of the book, is held out.
 Width, depth, steps, batches and the start of every shared weight are the same for all: they come from the seed alone.
 What differs is the kernel. Written to chapters/data/23-language-model.json:
   tuning   {kernel: {rate: loss}}, all rates, the seed in TUNING
-  fresh    {kernel: {"rate", "parameters", "loss": [per seed], "by_position": [per seed][range in RANGES]}} at the rate
-           that was best, the seeds in FRESH
+  fresh    {kernel: {"rate", "parameters", "seeds", "loss": [per seed], "by_position": [per seed][range in RANGES]}} at
+           the rate that was best, the seeds in FRESH
 Losses are in nats per character of the held-out text. With --check nothing is written: a sample is run again. A store
-that is there is kept and what it lacks is run, so that a kernel added to KERNELS costs its own runs alone.
+that is there is kept and what it lacks is run, so that a kernel added to KERNELS, or a seed to FRESH, costs its own
+runs alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import math
 import re
 import sys
 import time
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -41,7 +43,7 @@ STORE = ROOT / "chapters" / "data" / "23-language-model.json"
 TOKENS, WIDTH, HEADS, LAYERS, LENGTH = 512, 64, 2, 2, 128
 BATCH, STEPS = 4, 300
 RATES = (0.01, 0.02, 0.005)
-TUNING, FRESH = 100, (0, 1, 2)
+TUNING, FRESH = 100, tuple(range(8))
 RANGES = ((0, 4), (4, 16), (16, 32), (32, 64), (64, 128))
 """Places in the context: the first token read has place 0 and sees itself alone."""
 SAMPLE = ("scaled dot", "window 32")
@@ -228,14 +230,16 @@ def measure(store: dict[str, Any], seeds: tuple[int, ...] = FRESH) -> None:
                 tried[str(rate)] = run(name, rate, TUNING)["loss"]
                 print(name, rate, tried[str(rate)], f"{time.process_time() - start:.0f} s", flush=True)
                 write(store)
-    for count, seed in enumerate(seeds):
+    for seed in seeds:
         for name in KERNELS:
-            kept = fresh.setdefault(name, {"rate": best(tuning[name]), "loss": [], "by_position": []})
-            if len(kept["loss"]) <= count:
+            kept = fresh.setdefault(name, {"rate": best(tuning[name]), "seeds": [], "loss": [], "by_position": []})
+            if seed not in kept["seeds"]:
                 found = run(name, float(kept["rate"]), seed)
                 kept["parameters"] = found["parameters"]
-                kept["loss"].append(found["loss"])
-                kept["by_position"].append(found["by_position"])
+                at = bisect(kept["seeds"], seed)  # in order, so that kernels can be compared seed by seed
+                kept["seeds"].insert(at, seed)
+                kept["loss"].insert(at, found["loss"])
+                kept["by_position"].insert(at, found["by_position"])
                 print(name, seed, found["loss"], found["by_position"], flush=True)
                 write(store)
 

@@ -16,6 +16,7 @@ def test_every_kernel_was_tuned_and_run():
         tried = STORE["tuning"][name]
         assert {float(rate) for rate in tried} == set(sweep.RATES)
         assert kept["rate"] == sweep.best(tried)
+        assert kept["seeds"] == list(sweep.FRESH)
         assert len(kept["loss"]) == len(kept["by_position"]) == len(sweep.FRESH)
         assert all(len(row) == len(sweep.RANGES) for row in kept["by_position"])
         assert all(0 < loss < 3 for row in [kept["loss"], *kept["by_position"]] for loss in row)
@@ -80,3 +81,23 @@ def test_a_loss_that_was_changed_is_noticed(monkeypatch):
     monkeypatch.setattr(sweep, "run", lambda name, rate, seed: same)
     (told,) = sweep.disagreements(changed, ("rotary",))
     assert "rotary: the loss is 0.040 off" in told
+
+
+def test_only_what_a_store_lacks_is_run(monkeypatch, tmp_path):
+    ran = []
+
+    def run(name, rate, seed):
+        ran.append((name, seed))
+        return {"loss": float(seed), "by_position": [float(seed)] * len(sweep.RANGES), "parameters": 1}
+
+    monkeypatch.setattr(sweep, "run", run)
+    monkeypatch.setattr(sweep, "STORE", tmp_path / "store.json")
+    kept = copy.deepcopy(STORE)
+    new = max(sweep.FRESH) + 1
+    for part in ("seeds", "loss", "by_position"):
+        del kept["fresh"]["rotary"][part][1]
+    sweep.measure(kept, (*sweep.FRESH, new))
+    assert ran == [("rotary", sweep.FRESH[1]), *((name, new) for name in sweep.KERNELS)]
+    loss = STORE["fresh"]["rotary"]["loss"]
+    assert kept["fresh"]["rotary"]["seeds"] == [*sweep.FRESH, new]
+    assert kept["fresh"]["rotary"]["loss"] == [loss[0], float(sweep.FRESH[1]), *loss[2:], float(new)]
