@@ -46,13 +46,14 @@ class Band:
 
     @property
     def block(self) -> int:
-        """Queries in a block, for w keys in a window: 32 up to w = 127, then 64; from 1024 on w / 8, but at most 256.
+        """Queries in a block, for w keys in a window: 32 up to w = 191, then 64; from 1024 on w / 8, but at most 256.
 
         A block of B queries computes B − 1 scores more per query than it needs, and adds each key's gradient in
-        w / B + 1 parts. Measured at 4 heads of 8,192 queries of width 64; a half or the double costs a tenth more.
+        w / B + 1 parts. Measured on two processors, at 4,096 and 8,192 queries of width 64; a half or the double
+        costs a tenth more.
         """
         width = self.left + self.right + 1
-        if width < 128:
+        if width < 192:
             return 32
         return min(256, max(64, 1 << (width.bit_length() - 4)))
 
