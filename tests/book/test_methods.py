@@ -55,6 +55,17 @@ def test_the_store_has_the_rows_that_are_defined():
     assert list(STORE["kernels"]) == list(methods.KERNELS)
 
 
+def test_a_distance_is_that_of_each_head_over_its_second_half():
+    q, k, v = methods.random()
+    window, half = methods.METHODS["window"], methods.TOKENS // 2
+    found = methods.distances(window, (q, k, v), causal=True)
+    by_hand = mk.attend(q[-1:, half:], k[-1:], v[-1:], causal=True, window=methods.SEEN)
+    full = mk.attend(q[-1:, half:], k[-1:], v[-1:], causal=True)
+    assert len(found) == methods.HEADS and found[-1].item() == pytest.approx(methods.apart(by_hand, full))
+    twice = methods.distances(window, (torch.cat([q, q]), torch.cat([k, k]), torch.cat([v, v])), causal=True)
+    assert torch.equal(twice, torch.cat([found, found]))
+
+
 def test_a_sample_comes_out_again():
     assert methods.disagreements(STORE, SAMPLE) == []
 
