@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -628,3 +629,24 @@ def test_updates_read_as_they_were_made() -> None:
     assert repr(mk.Gates(torch.zeros(6, 4))) == "Gates((6, 4))"
     assert repr(mk.DeltaRule(torch.ones(2, 6))) == "DeltaRule((2, 6))"
     assert repr(mk.GatedDeltaRule(torch.zeros(6), torch.ones(6))) == "GatedDeltaRule((6,))"
+
+
+def test_the_readmes_long_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    names: dict[str, Any] = {}
+    exec(readme.partition("<!-- long -->\n```python\n")[2].partition("```")[0], names)
+    assert capsys.readouterr().out == "sparse linear\n(1, 4, 1, 64) LinearState(memory=(1, 4, 64, 64), tokens=4097)\n"
+    q, k, v = names["q"], names["k"], names["v"]
+    more = [torch.cat([x, x[..., -1:, :]], dim=-2) for x in (q, k, v)]
+    whole = mk.attend(*more, mk.EluFeatures(), causal=True)
+    assert_close(names["out"], whole[..., -1:, :], rtol=1e-4, atol=1e-5)
+    assert_close(names["read"], whole[..., :-1, :], rtol=1e-4, atol=1e-5)
+    i, j = torch.arange(4000, 4096)[:, None], torch.arange(4096)
+    masks = {
+        "sinks": (j <= i) & (j > i - 128) | (j < 4),
+        "blocks": names["pattern"].mask(4096, 4096)[..., 4000:, :] & (j <= i),
+    }
+    for name, mask in masks.items():
+        exact = mk.attend(q[..., 4000:, :], k, v, mask=mask, engine="reference")
+        assert_close(names[name][..., 4000:, :], exact, rtol=1e-4, atol=1e-5)
+    assert names["best"].shape == names["landmarks"].shape == q.shape

@@ -36,7 +36,8 @@ class Linear:
     by default. Not more than there are features (but 64), where both cost alike.
 
     Exact. Sums are float32 for half-precision inputs. A kernel's log scales are measured from the largest so far, of
-    keys that a query may see, so that no later key changes an earlier row and none overflows.
+    keys that a query may see, so that no later key changes an earlier row and none overflows. One that is not a number,
+    though, spoils its whole segment: the sums before it are told apart by products with 0.
     Cost: O((n + m) f d_v) time and O((n + m)(f + d_v)) memory for f features.
     Source: Katharopoulos et al. 2020, eq. 6 and 9; the chunks are those of Hua et al. 2022 (FLASH), section 3.2.
     """
