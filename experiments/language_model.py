@@ -1,4 +1,4 @@
-"""One small language model with each match kernel: python experiments/language_model.py, ten minutes of one core.
+"""One small language model with each match kernel: python experiments/language_model.py, fifteen minutes of one core.
 
 The text is Lewis Carroll's Alice's Adventures in Wonderland (1865; chapters/data/23-alice.txt.xz), cut into 512 tokens
 by merges that its first four fifths teach. Those are trained on; the last fifth, the end of the book, is held out.
@@ -43,7 +43,7 @@ STORE = ROOT / "chapters" / "data" / "23-language-model.json"
 TOKENS, WIDTH, HEADS, LAYERS, LENGTH = 512, 64, 2, 2, 128
 BATCH, STEPS = 4, 300
 RATES = (0.01, 0.02, 0.005)
-TUNING, FRESH = 100, tuple(range(8))
+TUNING, FRESH = 100, tuple(range(16))
 RANGES = ((0, 4), (4, 16), (16, 32), (32, 64), (64, 128))
 """Places in the context: the first token read has place 0 and sees itself alone."""
 SAMPLE = ("scaled dot", "window 32")
