@@ -434,3 +434,39 @@ def test_reprs_read_like_the_formula() -> None:
     assert repr(mk.RelativeBias(4, 16, 64, False)) == (
         "RelativeBias(heads=4, buckets=16, max_distance=64, bidirectional=False)"
     )
+
+
+@pytest.mark.parametrize(("heads", "coordinates", "budget"), [(8, 4, 1e-6), (12, 6, 2e-5), (16, 6, 2e-5)])
+def test_alibi_as_an_inner_product_loses_little_in_either_order(heads: int, coordinates: int, budget: float) -> None:
+    """In float32, added one after another, and the even coordinates apart from the odd, as some products do.
+
+    The rest of a slope, less than a sixty-fourth of it, is rounded when a position multiplies it.
+    """
+    kernel = mk.ALiBi(heads).under_causal_order()
+    assert isinstance(kernel, mk.DotKernel)
+    q, k = torch.zeros(heads, 3, 4), torch.zeros(heads, 50, 4)
+    here, there = torch.tensor([30000, 30010, 65535]), torch.cat([torch.arange(29961, 30010), torch.tensor([65535])])
+    parts = kernel.encode_pair(q, k, here, there)
+    assert parts.fine_q is not None and parts.fine_q.shape[-1] == parts.fine_k.shape[-1] == coordinates
+    terms = parts.fine_q[:, :, None] * parts.fine_k[:, None]
+    assert terms.dtype == torch.float32
+    slopes = torch.tensor(mk.alibi_slopes(heads), dtype=torch.float64)[:, None, None]
+    content = draw(4, heads, 3, 50, seed=7, dtype=torch.float32)
+    exact = content.double().sum(0) + slopes * (there - here[:, None])
+    # From the last key, 65,535, these tokens are far; from each other they are not.
+    def added(columns: list[Tensor]) -> Tensor:
+        total = columns[0]
+        for column in columns[1:]:
+            total = total + column
+        return total
+
+    columns = [*terms.unbind(-1), *content]  # the fine ones come first
+    for found in (added(columns), added(columns[0::2]) + added(columns[1::2])):
+        assert_close(found.double(), exact, rtol=1e-6, atol=budget)
+
+
+def test_which_slopes_of_alibi_are_short() -> None:
+    assert all(mk.ALiBi(heads).short for heads in range(1, 9)) and not any(mk.ALiBi(h).short for h in (9, 12, 16))
+    assert mk.ALiBi(slopes=0.25).short and mk.ALiBi(slopes=63.0).short
+    assert not mk.ALiBi(slopes=65.0).short and not mk.ALiBi(slopes=0.1).short
+    assert not mk.ALiBi(slopes=torch.tensor([0.5])).short

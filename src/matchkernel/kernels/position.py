@@ -27,6 +27,10 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     return (*slopes, *between[: heads - below])
 
 
+DIGITS = 6
+"""Binary digits of a number whose product with a position is exact."""
+
+
 class ALiBi(MatchKernel):
     """A penalty that grows with distance, each head at its own rate. Add it to a kernel that reads the content.
 
@@ -62,6 +66,12 @@ class ALiBi(MatchKernel):
         if slopes is not None:
             hold(self, "slopes", slopes, positive=True)
 
+    @property
+    def short(self) -> bool:
+        """Whether every slope is a plain number of few binary digits, as those of up to 8 heads are."""
+        numbers = self._fixed or ((self.slopes,) if isinstance(self.slopes, float) else ())
+        return bool(numbers) and all((math.frexp(x)[0] * 2.0**DIGITS).is_integer() for x in numbers)
+
     def slope_column(self, q: Tensor) -> Tensor:
         """The slope of each query, (…, n, 1), in float32 or wider."""
         wide = _wide(q)
@@ -90,6 +100,16 @@ class ALiBi(MatchKernel):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}" if self.heads is not None else f"slopes={show(self.slopes)}"
+
+
+def _split(slope: Tensor) -> tuple[Tensor, Tensor]:
+    """The slope as a number of few binary digits, which has its derivative, and the rest.
+
+    Veltkamp's split leaves `DIGITS` of 24 in float32, for positions to 2¹⁸.
+    """
+    shifted = slope * (2.0 ** (24 - DIGITS) + 1.0)
+    high = slope + (shifted - (shifted - slope) - slope).detach()
+    return high, (slope - high).detach()
 
 
 class _CausalALiBi(DotKernel):
@@ -124,23 +144,18 @@ class _CausalALiBi(DotKernel):
                 fine_k=torch.cat([there / 16.0, one], -1),
             )
         # With few binary digits of the slope its product with a position is exact, and what is exact cancels.
-        # Veltkamp's split leaves six of 24 in float32, for positions to 2¹⁸.
-        shifted = slope * (2.0**18 + 1.0)
-        high = slope + (shifted - (shifted - slope) - slope).detach()
-        low = (slope - high).detach()
+        high, low = (slope, None) if self.kernel.short else _split(slope)
         zero = torch.zeros_like(high)
-        return Parts(
-            q[..., :0],
-            k[..., :0],
-            # Some matrix products keep a sum of the even coordinates and one of the odd: with a 0 between them, the two
-            # that cancel follow each other in those too.
-            fine_q=torch.cat([16.0 * high, zero, -high * here / 16.0, 16.0 * low, zero, -low * here / 16.0], -1),
-            fine_k=torch.cat([there / 16.0, one, one, there / 16.0, one, one], -1),
-        )
+        # Some matrix products keep a sum of the even coordinates and one of the odd: with a 0 between them, the two
+        # that cancel follow each other in those too. A last 0 makes the width even, which takes less time.
+        query, key = [16.0 * high, zero, -high * here / 16.0], [there / 16.0, one, one]
+        query += [zero] if low is None else [16.0 * low, zero, -low * here / 16.0]
+        key += [one] if low is None else [there / 16.0, one, one]
+        return Parts(q[..., :0], k[..., :0], fine_q=torch.cat(query, -1), fine_k=torch.cat(key, -1))
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int:
-        """A product and a sum for each of six coordinates."""
-        return 12
+        """A product and a sum for each of four coordinates, or six."""
+        return 8 if self.kernel.short else 12
 
     def extra_repr(self) -> str:
         return repr(self.kernel)
