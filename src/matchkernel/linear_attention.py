@@ -183,7 +183,8 @@ def _opened(
         memory = y.new_zeros(*lead, f, width if update.corrects else width + 1)
         return memory, y.new_full(lead, 0.0 if update.corrects else float("-inf"))
     expected = (*lead, f, width)
-    if state.memory.shape[-2:] != expected[-2:] or broadcast(state.memory.shape[:-2], lead) is None:
+    # Not broadcast: a token without its axis would be taken for as many tokens as there are heads.
+    if state.memory.shape != expected:
         raise ValueError(f"state has a memory of shape {tuple(state.memory.shape)}, expected {expected}")
     if state.memory.device != y.device:
         raise ValueError(f"state is on {state.memory.device} and k on {y.device}: expected one device")

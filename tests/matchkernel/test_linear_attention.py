@@ -650,3 +650,13 @@ def test_the_readmes_long_sequences(capsys: pytest.CaptureFixture[str]) -> None:
         exact = mk.attend(q[..., 4000:, :], k, v, mask=mask, engine="reference")
         assert_close(names[name][..., 4000:, :], exact, rtol=1e-4, atol=1e-5)
     assert names["best"].shape == names["landmarks"].shape == q.shape
+
+
+def test_a_token_without_its_axis_is_not_taken_for_many() -> None:
+    """Heads read as tokens, or a head too few, would broadcast against the state."""
+    q, k, v = draw(3, 1, 2, 5, 4).unbind(0)
+    _, state = mk.linear_attention(q, k, v, mk.EluFeatures())
+    for wrong in ([x[..., 0, :] for x in (q, k, v)], [x[:, :1, :1] for x in (q, k, v)]):
+        with pytest.raises(ValueError, match=r"state has a memory of shape \(1, 2, 4, 4\), expected"):
+            mk.linear_attention(*wrong, mk.EluFeatures(), state=state)
+    assert mk.linear_attention(*(x[..., :1, :] for x in (q, k, v)), mk.EluFeatures(), state=state)[1].tokens == 6

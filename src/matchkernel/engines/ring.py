@@ -176,7 +176,8 @@ class Ring:
     def reason(self, problem: Problem) -> str:
         world = _world(self.group)
         if isinstance(problem.kernel, FeatureKernel):
-            return f"the shards of {world} processes, whose states alone travel"
+            order = ", and have to follow one another" if problem.visibility.causal else ""
+            return f"the shards of {world} processes, whose states alone travel{order}"
         return f"the shards of {world} processes, whose keys and values travel round"
 
 

@@ -132,7 +132,9 @@ class Sparse:
     def reason(self, problem: Problem) -> str:
         band = self._seen(problem.visibility).band
         when = "" if isinstance(problem.kernel, DotKernel) else " where no key is later than its query"
-        what = "" if self.exact else f"; dilation {self.dilation} and {self.sinks} first keys change what is seen"
+        changed = [f"dilation {self.dilation}"] if self.dilation > 1 else []
+        changed += [f"a view of {self.sinks} first keys"] if self.sinks else []
+        what = f"; {' and '.join(changed)} make it another window" if changed else ""
         return (
             f"{problem.kernel!r} is an inner product of encodings{when}, and blocks of {band.block} queries meet the "
             f"{band.span} keys around them in torch's fused kernel{what}"
