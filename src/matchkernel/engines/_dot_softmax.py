@@ -32,7 +32,7 @@ def refuse(problem: Problem) -> str | None:
         return "a mask that needs a gradient leaves torch's fused kernel"
     if 0 in (problem.pairs, q.shape[-1], v.shape[-1]):
         return NOTHING_TO_COMPUTE
-    if not with_logsumexp(q.device) and type(normalizer).remainder is not SoftmaxFamily.remainder:
+    if not with_logsumexp(q.device) and normalizer.has_remainder:
         return f"{type(normalizer).__name__} needs each row's log-sum-exp, which only torch's private CPU call returns"
     return None
 

@@ -26,7 +26,8 @@ def takes(problem: Problem, block: int) -> bool:
 
 def fits(problem: Problem) -> bool:
     """Whether its arithmetic is this problem's, on any device: an inner product, a plain softmax, no mask."""
-    plain = type(problem.normalizer).remainder is SoftmaxFamily.remainder
+    normalizer = problem.normalizer
+    plain = isinstance(normalizer, SoftmaxFamily) and not normalizer.has_remainder
     return plain and problem.visibility.mask is None and refuse(problem) is None
 
 

@@ -111,7 +111,7 @@ class Sums:
 
         None stands for scales of 0, and for weights of 1.
         """
-        if scale is None and not self.at_zero and self.fresh:
+        if scale is None and self.fresh:
             self.unit, self.at_zero = torch.zeros_like(self.unit), True
             self.least = None if self.least is None else self.unit
         self.fresh = False

@@ -81,7 +81,7 @@ class Nystrom:
             return f"{reason}, and landmarks are matched by their scores"
         if not isinstance(normalizer, SoftmaxFamily):
             return f"{type(normalizer).__name__} is not a softmax"
-        if type(normalizer).remainder is not SoftmaxFamily.remainder:
+        if normalizer.has_remainder:
             return f"{type(normalizer).__name__} needs the sum of each row over all keys, which landmarks do not give"
         if problem.dropout:
             return "dropout needs a table of weights to drop from"

@@ -67,7 +67,7 @@ class ALiBi(MatchKernel):
             hold(self, "slopes", slopes, positive=True)
 
     @property
-    def short(self) -> bool:
+    def _short(self) -> bool:
         """Whether every slope is a plain number of few binary digits, as those of up to 8 heads are."""
         numbers = self._fixed or ((self.slopes,) if isinstance(self.slopes, float) else ())
         return bool(numbers) and all((math.frexp(x)[0] * 2.0**DIGITS).is_integer() for x in numbers)
@@ -144,7 +144,7 @@ class _CausalALiBi(DotKernel):
                 fine_k=torch.cat([there / 16.0, one], -1),
             )
         # With few binary digits of the slope its product with a position is exact, and what is exact cancels.
-        high, low = (slope, None) if self.kernel.short else _split(slope)
+        high, low = (slope, None) if self.kernel._short else _split(slope)
         zero = torch.zeros_like(high)
         # Some matrix products keep a sum of the even coordinates and one of the odd: with a 0 between them, the two
         # that cancel follow each other in those too. A last 0 makes the width even, which takes less time.
@@ -155,7 +155,7 @@ class _CausalALiBi(DotKernel):
 
     def flops_per_pair(self, query_width: int, key_width: int) -> int:
         """A product and a sum for each of four coordinates, or six."""
-        return 8 if self.kernel.short else 12
+        return 8 if self.kernel._short else 12
 
     def extra_repr(self) -> str:
         return repr(self.kernel)

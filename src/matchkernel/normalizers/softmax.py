@@ -21,14 +21,18 @@ class SoftmaxFamily(Normalizer):
 
     online = True
 
+    @property
+    def has_remainder(self) -> bool:
+        """Whether rows are multiplied by a number of their own, which needs their log-sum-exp."""
+        return type(self).remainder is not SoftmaxFamily.remainder
+
     def weigh(self, scores: Tensor) -> Tensor:
         if scores.shape[-1] == 0:
             return scores
         # A row of −inf has no finite maximum, and its softmax is 0/0 with NaN gradients. Give it finite scores first.
         empty = scores.detach().amax(dim=-1, keepdim=True) == float("-inf")
         finite = torch.where(empty, 0.0, scores)
-        whole = type(self).remainder is SoftmaxFamily.remainder
-        remainder = None if whole else self.remainder(finite.logsumexp(dim=-1))
+        remainder = self.remainder(finite.logsumexp(dim=-1)) if self.has_remainder else None
         # Under the same name, so that no more than three tables are held at a time.
         finite = finite.softmax(dim=-1)
         weights = torch.where(empty, 0.0, finite)
